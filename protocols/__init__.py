@@ -1,0 +1,19 @@
+"""The pure core: everything that must never be wrong, testable without a loop.
+
+=============  ================================================================================
+errors         one tree of exceptions; whose fault it is stands in the type
+ids            room and chunk keys, incarnations, sessions
+layout         what a worker's memory looks like; whether two layouts fit; pairs of buffers
+blocks         page lists to (source, destination, length) blocks
+coverage       what landed, told by the sender and proven by the receiver
+messages       wire protocol 1 as tagged structs
+codec          frames to messages and back
+channel        exactly-once, in-order delivery between two incarnations
+machines       the state tables: prefill room, decode room, chunk, forward pass
+leases         who may write which unit, and when it is free again
+window         blocks and bytes in flight
+tombstones     the verdicts of rooms that ended
+=============  ================================================================================
+
+Nothing here starts a task, holds a lock, reads a clock, opens a socket, or imports asyncio, zmq or torch.
+"""

@@ -1,0 +1,80 @@
+"""Frames to messages and back. Decoding raises MalformedFrameError and nothing else."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from protocols.blocks import Ints
+from protocols.errors import ConfigError, KvferryError, MalformedFrameError
+from protocols.ids import MAX_ROOM, RoomKey, is_incarnation
+from protocols.messages import MAX_FRAME_BYTES, AnyMessage, Envelope, Message, RoomRef
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope = msgspec.msgpack.Decoder(Envelope)
+_message: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_room_ref = msgspec.msgpack.Decoder(RoomRef)
+
+INT32_MAX = 2**31 - 1
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Raises ConfigError if it would be larger than the peer accepts: an oversized frame drops the
+    connection without a word to its sender."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ConfigError(
+            "the message is larger than one frame",
+            type=type(message).__name__,
+            bytes=len(frame),
+            limit=MAX_FRAME_BYTES,
+            hint="Offer fewer pages in one room, or use larger pages.",
+        )
+    return frame
+
+
+def decode_envelope(frame: bytes) -> Envelope:
+    """The envelope of a frame. Raises MalformedFrameError."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise MalformedFrameError("oversized frame", bytes=len(frame), limit=MAX_FRAME_BYTES)
+    try:
+        envelope = _envelope.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        raise MalformedFrameError(f"not a message: {exc}") from exc
+    if not is_incarnation(envelope.src) or not (envelope.dst == b"" or is_incarnation(envelope.dst)):
+        raise MalformedFrameError("not an incarnation", src=envelope.src.hex(), dst=envelope.dst.hex())
+    return envelope
+
+
+def decode(frame: bytes) -> AnyMessage:
+    """The whole message. Raises MalformedFrameError, also for an unknown type or a layout that contradicts itself."""
+    try:
+        return _message.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, KvferryError) as exc:
+        raise MalformedFrameError(f"bad body: {exc}") from exc
+
+
+def room_named_by(frame: bytes) -> RoomKey | None:
+    """The room a frame with a bad body names, or None."""
+    try:
+        ref = _room_ref.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    return RoomKey(ref.room, ref.gen) if ref.room <= MAX_ROOM else None
+
+
+def pack_indices(indices: Ints) -> bytes:
+    """Page or row indices as int32, little endian. Raises ConfigError beyond 31 bits (pages are never wrapped)."""
+    if len(indices) and (int(indices.max()) > INT32_MAX or int(indices.min()) < 0):
+        raise ConfigError("an index does not fit 31 bits", largest=int(indices.max()), smallest=int(indices.min()))
+    return indices.astype("<i4").tobytes()
+
+
+def unpack_indices(raw: bytes) -> Ints:
+    """The reverse of `pack_indices`. Raises MalformedFrameError for a torn or negative entry."""
+    if len(raw) % 4:
+        raise MalformedFrameError("an index list is torn", bytes=len(raw))
+    indices = np.frombuffer(raw, "<i4").astype(np.int64)
+    if len(indices) and int(indices.min()) < 0:
+        raise MalformedFrameError("an index is negative", smallest=int(indices.min()))
+    return indices
