@@ -6,6 +6,7 @@ when the last run did not run a whole lane, so that nothing can be said about th
 
 import argparse
 import json
+import signal
 import sys
 import time
 import tomllib
@@ -37,7 +38,7 @@ def tests_of_row(tests: dict[str, str], outcome: str) -> list[str]:
     return [f"{name} ({count} cases)" if count > 1 else name for name, count in sorted(counts.items())]
 
 
-def print_table(order: list[str], due: set[str], rows: dict[str, dict[str, str]], brief: bool) -> None:
+def print_table(order: list[str], due: set[str], rows: dict[str, dict[str, str]]) -> None:
     print(f"{'row':<4} {'due':<4} tests")
     for row in order:
         tests = rows.get(row, {})
@@ -46,14 +47,13 @@ def print_table(order: list[str], due: set[str], rows: dict[str, dict[str, str]]
         outcomes = Counter(tests.values())
         summary = ", ".join(f"{outcomes[name]} {name}" for name in sorted(outcomes, key=lambda n: (n != "passed", n)))
         print(f"{row:<4} {'due' if row in due else '':<4} {summary or 'none'}")
-        if not brief:
-            for line in tests_of_row(tests, "passed"):
-                print(f"{'':<9} {line}")
+        for line in tests_of_row(tests, "passed"):
+            print(f"{'':<9} {line}")
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="scripts/rows", description=__doc__)
-    parser.add_argument("--brief", action="store_true", help="numbers only, no test names")
+    parser.add_argument("--brief", action="store_true", help="the verdict only, no table")
     parser.add_argument("--allow-partial", action="store_true", help="do not fail because only a part was run")
     options = parser.parse_args(arguments)
 
@@ -70,23 +70,26 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
 
     minutes = max(0, round((time.time() - results["time"]) / 60))
     print(f"rows of the {results['lane'] or 'unnamed'} lane, {minutes} min ago{': ' + partial if partial else ''}")
-    print_table(known, set() if partial else set(due), rows, options.brief)
+    if not options.brief:
+        print_table(known, set(due), rows)
 
     problems = []
     if undeclared := [row for row in due if row not in known]:
         problems.append(f"due but not among the known rows: {', '.join(undeclared)}")
     unknown = sorted(rows.keys() - set(known))
     problems.extend(f"unknown row {row}, named by {', '.join(sorted(rows[row]))}" for row in unknown)
-    if partial:
-        print(f"the due rows were not judged: {partial}")
-        if not options.allow_partial:
-            problems.append("run scripts/test without a selection")
-    elif unproven := [row for row in due if "passed" not in rows.get(row, {}).values()]:
+    unproven = [row for row in due if "passed" not in rows.get(row, {}).values()]
+    print(f"{len(due) - len(unproven)} of {len(due)} due rows have a passing test")
+    if not partial and unproven:
         problems.append(f"due rows without a passing test: {', '.join(unproven)}")
+    if partial and not options.allow_partial:
+        problems.append(f"the due rows cannot be judged: {partial}; run scripts/test")
+    sys.stdout.flush()
     for problem in problems:
         print(f"rows: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "scripts/rows | head" ends quietly
     sys.exit(main())

@@ -53,16 +53,16 @@ _is_new_enough() {
 }
 
 _find_python() {
-    local name
-    for name in ${KVFERRY_PYTHON:+"$KVFERRY_PYTHON"} python3.11 python3.12 python3.13 python3; do
+    local name candidates=(python3.11 python3.12 python3.13 python3)
+    if [[ ${KVFERRY_PYTHON:-} ]]; then candidates=("$KVFERRY_PYTHON"); fi
+    for name in "${candidates[@]}"; do
         if _is_new_enough "$name"; then
             # The interpreter itself, not a shim that may choose another one tomorrow.
             "$name" -c 'import sys; print(sys.executable)'
             return
         fi
     done
-    _die "setup: no Python 3.11 or newer found (tried python3.11, python3.12, python3.13, python3)." \
-        "Install one, or point KVFERRY_PYTHON at it."
+    _die "setup: no Python 3.11 or newer among: ${candidates[*]}" "Install one, or point KVFERRY_PYTHON at it."
 }
 
 # Prints each Debian package whose library the loader does not know.
