@@ -23,6 +23,8 @@ class Ledger:
 
     def landed(self, buffers: Iterable[int], item_len: Mapping[int, int], runs: Runs) -> None:
         """Every item at these positions of these (receiver) buffers is COMPLETED, whole."""
+        if not runs:
+            return  # a buffer that expects nothing must not appear in the report
         for buffer in buffers:
             self._landed.setdefault((buffer, item_len[buffer]), []).extend(runs)
 
