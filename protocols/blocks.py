@@ -83,7 +83,10 @@ def page_array(pages: object, what: str = "pages") -> Ints:
     """
     if pages is None:
         return np.empty(0, np.int64)
-    array = np.asarray(pages)
+    try:
+        array = np.asarray(pages)
+    except (TypeError, ValueError) as exc:  # a ragged list, a tensor on a device
+        raise LayoutError(f"{what} are no array of the host: {exc}") from exc
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.ndim != 1:
