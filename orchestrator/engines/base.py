@@ -7,7 +7,8 @@ in a thread of its own.
 Two facts about a batch are separate and must never be taken for each other:
 
 * **source free** – every block is terminal: the engine reads none of the source pages any more. That is ``done``.
-* **destination quiet** – every block COMPLETED: no write can land there any more. That is ``done and not in_doubt``.
+* **destination quiet** – every block COMPLETED, or was never submitted: no write can land there any more. That is
+  ``quiet``: ``done and not in_doubt``.
 
 A block that FAILED, or whose status is a timeout, is *in doubt*: it may still land, seconds later, even after this
 process died. Nothing but a fence at the destination (its engine deleted, its process ended) ends that doubt, so an
@@ -38,7 +39,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine takes. Blocks and bytes in flight are per session; see 'windowed submission' in docs/engines.md."""
+    """What the engine takes. Blocks and bytes in flight are per session (windowed submission, docs/engines.md)."""
 
     max_block_bytes: int = 1 << 20
     """Larger blocks are split before they are submitted (bytes)."""
@@ -64,7 +65,7 @@ class Batch:
     Dropping a batch, or leaving a wait on it, changes nothing: the engine keeps it until it is done.
     """
 
-    __slots__ = ("_on_done", "_on_failed", "blocks", "done", "in_doubt", "reason", "session")
+    __slots__ = ("_on_done", "_on_failed", "blocks", "done", "in_doubt", "never_submitted", "reason", "session")
 
     def __init__(self, session: Session, blocks: Blocks) -> None:
         self.session = session
@@ -73,20 +74,36 @@ class Batch:
         """Every block is terminal: the source is free."""
         self.in_doubt: list[int] = []
         """Indices into ``blocks`` that FAILED or timed out; complete once ``done``."""
+        self.never_submitted: list[int] = []
+        """Indices into ``blocks`` that the engine refused after it had taken others: they did not land and never
+        will. Complete once ``done``."""
         self.reason = ""
         """The first failure, in words."""
         self._on_done: list[Callable[[Batch], None]] = []
         self._on_failed: list[Callable[[Batch], None]] = []
 
     @property
-    def landed(self) -> bool:
-        """Done, and every block COMPLETED: the destination holds these bytes and is quiet."""
+    def failed(self) -> bool:
+        """A block is in doubt or was never submitted: these bytes will not all land."""
+        return bool(self.in_doubt or self.never_submitted)
+
+    @property
+    def quiet(self) -> bool:
+        """Done, and no block in doubt: no write of this batch can land any more."""
         return self.done and not self.in_doubt
 
+    @property
+    def landed(self) -> bool:
+        """Done, and every block COMPLETED: the destination holds these bytes and is quiet."""
+        return self.done and not self.failed
+
     def add_callbacks(self, on_done: Callable[[Batch], None], on_failed: Callable[[Batch], None] | None = None) -> None:
-        """Call ``on_failed`` at the first failed block and ``on_done`` once all are terminal (at once if already so)."""
+        """Call ``on_failed`` at the first failed block and ``on_done`` once all are terminal (at once if already so).
+
+        Callbacks may submit, never poll. One that raises goes through ``poll`` to its caller; no completion is lost.
+        """
         if on_failed is not None:
-            if self.in_doubt:
+            if self.failed:
                 on_failed(self)
             else:
                 self._on_failed.append(on_failed)
@@ -111,8 +128,15 @@ class Batch:
 
     def fail_block(self, index: int, reason: str) -> None:
         """Record that one block is in doubt."""
-        first = not self.in_doubt
-        self.in_doubt.append(index)
+        self._fail(self.in_doubt, index, reason)
+
+    def refuse_block(self, index: int, reason: str) -> None:
+        """Record that one block was never submitted."""
+        self._fail(self.never_submitted, index, reason)
+
+    def _fail(self, indices: list[int], index: int, reason: str) -> None:
+        first = not self.failed
+        indices.append(index)
         if first:
             self.reason = reason
             callbacks, self._on_failed = self._on_failed, []
@@ -168,7 +192,9 @@ class Engine(Protocol):
         """Start writing ``blocks`` (at least one, at most ``limits.max_batch_blocks``).
 
         Raises BrokenPeerError if the engine refuses or ``session`` was not connected: then nothing of it was
-        submitted. Raises ConfigError for an empty or oversized batch.
+        submitted. A refusal after some blocks were taken ends that batch only: those run on, the rest stands in its
+        ``never_submitted``. Raises ConfigError for an empty or oversized batch, an empty or oversized block, and a
+        source outside the registered regions; ClosedError once the engine is closed.
         """
         ...
 
