@@ -7,7 +7,7 @@ import numpy as np
 
 from protocols.blocks import Ints
 from protocols.errors import ConfigError, KvferryError, MalformedFrameError
-from protocols.ids import MAX_ROOM, RoomKey, is_incarnation
+from protocols.ids import RoomKey, is_incarnation
 from protocols.messages import MAX_FRAME_BYTES, AnyMessage, Envelope, Message, RoomRef
 
 _encoder = msgspec.msgpack.Encoder()
@@ -60,7 +60,7 @@ def room_named_by(frame: bytes) -> RoomKey | None:
         ref = _room_ref.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    return RoomKey(ref.room, ref.gen) if ref.room <= MAX_ROOM else None
+    return RoomKey(ref.room, ref.gen)
 
 
 def pack_indices(indices: Ints) -> bytes:

@@ -24,8 +24,9 @@ SUPPORTED_CP: frozenset[str] = frozenset({"none", "contiguous", "zigzag"})
 MUST_BE_EQUAL = ("page_size", "dtype", "contract", "num_layers", "kv_heads", "head_dim", "page_order", "group_order")
 MAX_BUFFERS = 4096
 
-Natural = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+MAX_NATURAL = 2**63 - 1
+Natural = Annotated[int, Meta(ge=0, le=MAX_NATURAL)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_NATURAL)]
 
 
 class LayerBuffer(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocols.layout import Layout, Natural
+from protocols.layout import Layout, Natural, Positive
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 << 20
@@ -26,7 +26,9 @@ PageBytes = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 Milliseconds = Annotated[int, Meta(ge=0, le=FOREVER_MS)]
 Role = Literal["prefill", "decode"]
 Status = Literal["ok", "failed"]
-Run = tuple[Natural, Annotated[int, Meta(ge=1)]]
+Run = tuple[Natural, Positive]
+Generation = Annotated[int, Meta(ge=0)]
+"""64 bits, all that the encoding holds; every other number has 63, so that any array takes it."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -54,7 +56,7 @@ class RoomRef(msgspec.Struct, frozen=True, kw_only=True):
     """The room a frame names, decoded loosely so that a bad body can fail it."""
 
     room: Natural
-    gen: Natural
+    gen: Generation
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -108,7 +110,7 @@ class Offer(Message, frozen=True, tag="offer"):
     """One destination: the pages of one decode rank for one room. ``pages`` are int32, little endian."""
 
     room: Natural
-    gen: Natural
+    gen: Generation
     session: Name
     pages: PageBytes
     prefix_tokens: Natural
@@ -134,7 +136,7 @@ class Coverage(msgspec.Struct, frozen=True):
 
 class Done(Message, frozen=True, tag="done"):
     room: Natural
-    gen: Natural
+    gen: Generation
     status: Status
     reason: Text = ""
     coverage: Annotated[tuple[Coverage, ...], Meta(max_length=MAX_COVERAGE)] = ()
@@ -145,14 +147,14 @@ class Done(Message, frozen=True, tag="done"):
 
 class Committed(Message, frozen=True, tag="committed"):
     room: Natural
-    gen: Natural
+    gen: Generation
     status: Status
     reason: Text = ""
 
 
 class Abort(Message, frozen=True, tag="abort"):
     room: Natural
-    gen: Natural
+    gen: Generation
     origin: Role
     reason: Text
 
@@ -169,7 +171,7 @@ class AbortAck(Message, frozen=True, tag="abort_ack"):
     """What is not quiet at this destination from this rank; everything not listed is."""
 
     room: Natural
-    gen: Natural
+    gen: Generation
     session: Name
     unknown: Units = Units()
     in_doubt: Units = Units()
