@@ -143,6 +143,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return any(buffer.kind == "mla" for buffer in self.buffers)
 
     @property
+    def splits_heads(self) -> bool:
+        """True if a page buffer (``k``, ``v``, ``draft_k``, …) holds the heads of one tensor-parallel rank."""
+        return any(buffer.kind.rpartition("_")[2] in ("k", "v") for buffer in self.unit_buffers("page"))
+
+    @property
     def fingerprint(self) -> str:
         """Hex digest of what must be equal on both sides, whatever the rank."""
         facts = [getattr(self, name) for name in MUST_BE_EQUAL]
@@ -182,7 +187,7 @@ def pair_layouts(source: Layout, target: Layout) -> tuple[Pair, ...]:
             problems[buffer.name] = f"item_len {buffer.item_len} != {peer.item_len}"
         else:
             pairs.append(Pair(buffer, peer))
-    if source.pp_size == 1:
+    if source.pp_size == target.pp_size:
         problems |= {buffer.name: "only on the decode" for buffer in targets.values() if buffer.unit == "page"}
     if problems:
         shown = dict(list(problems.items())[:8])
@@ -201,7 +206,7 @@ def _refuse_unsupported(source: Layout, target: Layout) -> None:
             prefill=f"{source.pp_rank}/{source.pp_size}",
             decode=f"{target.pp_rank}/{target.pp_size}",
         )
-    if source.is_mla and target.is_mla:
+    if source.is_mla and target.is_mla and not (source.splits_heads or target.splits_heads):
         return
     if (source.tp_size, source.tp_rank) != (target.tp_size, target.tp_rank):
         raise RefusedError(
