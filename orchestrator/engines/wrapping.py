@@ -62,6 +62,8 @@ class WrappingEngine(ABC):
 
     def poll(self) -> int:
         """As the contract says; a batch's blocks count when the whole batch is terminal."""
+        if self._closed:
+            return 0
         self._turned = 0
         self._advance()
         self.inner.poll()
