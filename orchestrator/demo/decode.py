@@ -44,11 +44,11 @@ class Decode:
         return None
 
     def _open(self, command: wire.Open) -> wire.Opened:
+        engine = MooncakeEngine(host=LOCALHOST)
         self._talk.note("loading the model")
         self._model = models.load(Path(command.cache))
         self._pool = make_pool(self._model, command)
         self._pages = PageBook(command.pages, seed=2)
-        engine = MooncakeEngine(host=LOCALHOST)
         self._loop = EmbeddedLoop(Config())
         self._loop.start()
         self._node = self._loop.start_decode(engine, make_layout(self._pool, self._model))
