@@ -30,27 +30,30 @@ class Tombstones(Generic[T]):
         return len(self._by_key)
 
     def add(self, key: RoomKey, verdict: T, now: float, *, in_doubt: bool = False) -> None:
-        self.sweep(now)
         expires = now + self._keep_s
         self._by_key[key] = Tombstone(verdict, in_doubt, expires)
         self._order.append((expires, key))
 
     def get(self, key: RoomKey, now: float) -> T | None:
         """The verdict, or None when nothing is remembered."""
-        self.sweep(now)
         stone = self._by_key.get(key)
-        return stone.verdict if stone is not None else None
+        if stone is None or (stone.expires <= now and not stone.in_doubt):
+            return None
+        return stone.verdict
 
     def settle(self, key: RoomKey, now: float) -> None:
-        """Nothing of this room is in doubt any more: it expires like the others."""
+        """Nothing of this room is in doubt any more: it expires like the others, counted from now."""
         stone = self._by_key.get(key)
         if stone is not None and stone.in_doubt:
             self.add(key, stone.verdict, now)
 
-    def sweep(self, now: float) -> None:
-        """Forget what expired. Amortised constant time."""
+    def take_expired(self, now: float) -> list[RoomKey]:
+        """Forget what expired and return its keys. Amortised constant time."""
+        gone: list[RoomKey] = []
         while self._order and self._order[0][0] <= now:
             expires, key = self._order.popleft()
             stone = self._by_key.get(key)
             if stone is not None and stone.expires == expires and not stone.in_doubt:
                 del self._by_key[key]
+                gone.append(key)
+        return gone

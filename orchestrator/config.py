@@ -1,0 +1,57 @@
+"""Every knob, with its unit and its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from protocols.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of one side. Raises ConfigError for a value that cannot work."""
+
+    name: str = ""
+    """A stable name of this rank; a restarted worker that keeps it is recognised as the successor. Empty: none."""
+    layerwise: bool = True
+    """Send layers while the forward runs. Off: the same coroutine sends the whole chunk after its forward."""
+    layer_group: int = 8
+    """Hooked layers sent as one batch (layers)."""
+    link_quantum_bytes: int = 256 << 10
+    """How much one room sends before the next room of the same peer has its turn (bytes)."""
+
+    connect_timeout_s: float = 5.0
+    """A peer must answer Hello, and its engine the first contact, within this (seconds)."""
+    room_timeout_s: float = 120.0
+    """From the moment a room is known to the moment all of it landed (seconds)."""
+    commit_timeout_s: float = 30.0
+    """From Done to the decode's Committed (seconds)."""
+    pass_timeout_s: float = 60.0
+    """A forward pass must end, or be discarded, within this (seconds); else its chunks fail."""
+    drain_timeout_s: float = 5.0
+    """A failed room acknowledges what is still unfinished after this (seconds); the decode then quarantines it."""
+    ping_interval_s: float = 1.0
+    """While rooms are open with a peer it is pinged this often (seconds). An idle process sends nothing."""
+    silence_s: float = 5.0
+    """A peer that says nothing for this long while rooms are open ends those rooms (seconds)."""
+    tombstone_s: float = 600.0
+    """How long the verdict of an ended room is remembered (seconds)."""
+
+    max_kept_offers: int = 4096
+    """Offers kept for rooms that are not registered yet; the oldest beyond this is told so and dropped."""
+    max_bad_frames: int = 64
+    """A peer that sent more undecodable frames than this is disconnected."""
+    log_burst: int = 5
+    """Lines of one kind that are logged per minute before they are only counted."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+                raise ConfigError("a setting must be above zero", setting=field.name, value=value)
+        if self.silence_s < 2 * self.ping_interval_s:
+            raise ConfigError(
+                "silence_s must cover at least two pings",
+                silence_s=self.silence_s,
+                ping_interval_s=self.ping_interval_s,
+            )

@@ -1,0 +1,209 @@
+"""Dialling prefill ranks: one link an address, Hello until Welcome, both layouts checked. Loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from orchestrator.clock import Clock, Timer
+from orchestrator.config import Config
+from orchestrator.engines.base import Engine
+from orchestrator.hello import make_hello
+from orchestrator.link import Link, LinkOwner
+from orchestrator.wire import ControlNetwork
+from protocols.codec import decode, decode_envelope
+from protocols.errors import BrokenPeerError, KvferryError, MalformedFrameError, RefusedError
+from protocols.ids import Incarnation
+from protocols.layout import Layout, pair_layouts
+from protocols.messages import PROTOCOL_VERSION, AnyMessage, Envelope, Hello, Refused, Welcome, WrongIncarnation
+
+FIRST_HELLO_S = 0.1
+LAST_HELLO_S = 1.0
+
+
+class DialOwner(LinkOwner, Protocol):
+    """The receiver: it also hears that a peer is gone for good."""
+
+    def peer_gone(self, link: Link, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Dial:
+    """A link and who waits for it."""
+
+    link: Link
+    deadline: float
+    delay: float = FIRST_HELLO_S
+    timer: Timer | None = None
+    welcomed: bool = False
+    waiting: list[tuple[Callable[[Link], None], Callable[[KvferryError], None]]] = field(default_factory=list)
+
+
+class Dialer:
+    """One link to each prefill address."""
+
+    def __init__(
+        self,
+        *,
+        me: Incarnation,
+        layout: Layout,
+        engine: Engine,
+        config: Config,
+        network: ControlNetwork,
+        clock: Clock,
+        rng: random.Random,
+        loop: asyncio.AbstractEventLoop,
+        owner: DialOwner,
+    ) -> None:
+        self.links: dict[str, Link] = {}
+        self._me = me
+        self._layout = layout
+        self._engine = engine
+        self._config = config
+        self._network = network
+        self._clock = clock
+        self._rng = rng
+        self._loop = loop
+        self._owner = owner
+        self._dials: dict[str, _Dial] = {}
+        self.bad_frames = 0
+
+    def when_up(self, address: str, on_up: Callable[[Link], None], on_error: Callable[[KvferryError], None]) -> None:
+        """Call ``on_up`` once the link is up (now, if it is), or ``on_error``: RefusedError with the differing fields,
+        BrokenPeerError when nobody answers in `connect_timeout_s`, ConfigError for an impossible address."""
+        dial = self._dials.get(address)
+        if dial is None:
+            try:
+                dial = self._dial(address)
+            except KvferryError as exc:
+                on_error(exc)
+                return
+        if dial.link.up:
+            on_up(dial.link)
+        else:
+            dial.waiting.append((on_up, on_error))
+
+    def _dial(self, address: str) -> _Dial:
+        wire = self._network.dial(address, self._me, lambda frame: self._on_frame(address, frame))
+        link = Link(
+            self._me,
+            Incarnation(b""),
+            wire,
+            self._owner,
+            self._clock,
+            random.Random(self._rng.random()),
+            self._config,
+            self._loop.call_soon,
+        )
+        link.address = address
+        dial = _Dial(link, self._clock.now() + self._config.connect_timeout_s)
+        self._dials[address] = dial
+        self.links[address] = link
+        self._say_hello(address, dial)
+        return dial
+
+    def _say_hello(self, address: str, dial: _Dial) -> None:
+        """Repeated until Welcome or Refused, or the deadline."""
+        dial.timer = None
+        if dial.link.up or self._dials.get(address) is not dial:
+            return
+        if self._clock.now() >= dial.deadline:
+            heard = "answers, but never said Welcome" if dial.link.hello is not None else "does not answer"
+            self._fail(
+                address,
+                BrokenPeerError(
+                    f"the prefill worker {heard}",
+                    address=address,
+                    seconds=self._config.connect_timeout_s,
+                    hint="Check that a prefill worker listens there.",
+                ),
+            )
+            return
+        dial.link.send(make_hello(self._layout, self._engine, self._config, "decode"))
+        dial.timer = self._clock.call_later(dial.delay, lambda: self._say_hello(address, dial))
+        dial.delay = min(dial.delay * 2, LAST_HELLO_S)
+
+    def _on_frame(self, address: str, frame: bytes) -> None:
+        dial = self._dials.get(address)
+        if dial is None:
+            return
+        try:
+            envelope = decode_envelope(frame)
+        except MalformedFrameError:
+            self.bad_frames += 1
+            return
+        link = dial.link
+        if envelope.type == "wrong_incarnation" or (link.up and envelope.src != link.peer):
+            if link.up:
+                self._owner.peer_gone(link, "the prefill worker was restarted")
+        elif envelope.dst not in (self._me, b""):
+            self.bad_frames += 1
+        elif link.up and envelope.type not in ("hello", "welcome", "refused"):
+            link.receive(envelope, frame)
+        else:
+            self._handshake(address, dial, envelope, frame)
+
+    def _handshake(self, address: str, dial: _Dial, envelope: Envelope, frame: bytes) -> None:
+        try:
+            if envelope.v != PROTOCOL_VERSION:
+                raise RefusedError("another protocol version", protocol=f"{PROTOCOL_VERSION} != {envelope.v}")
+            self._greet(address, dial, Incarnation(envelope.src), decode(frame))
+        except RefusedError as exc:
+            self._fail(address, RefusedError(exc.what, hint=exc.hint, address=address, **exc.data))
+        except MalformedFrameError as exc:
+            self._fail(
+                address, RefusedError(f"the peer is no prefill worker of this version: {exc.what}", address=address)
+            )
+
+    def _greet(self, address: str, dial: _Dial, src: Incarnation, message: AnyMessage) -> None:
+        link = dial.link
+        match message:
+            case Hello():
+                if message.role != "prefill":
+                    raise RefusedError("a decode dials prefill workers only", role=message.role)
+                pair_layouts(message.layout, self._layout)
+                link.hello = message
+                link.peer = src
+            case Welcome():
+                dial.welcomed = True
+            case Refused():
+                if link.up:  # it forgot us: what it holds of ours is over
+                    self._owner.peer_gone(link, f"the prefill worker refused us: {message.reason}")
+                    return
+                raise RefusedError(f"the prefill worker refused us: {message.reason}", **message.fields)
+            case WrongIncarnation():
+                return
+            case _:
+                return
+        if dial.welcomed and link.hello is not None and not link.up:
+            if dial.timer is not None:
+                dial.timer.cancel()
+                dial.timer = None
+            link.welcome()
+            waiting, dial.waiting = dial.waiting, []
+            for on_up, _ in waiting:
+                on_up(link)
+
+    def _fail(self, address: str, error: KvferryError) -> None:
+        """Nobody gets this link; the next use dials anew."""
+        dial = self._dials.pop(address)
+        self.links.pop(address, None)
+        if dial.timer is not None:
+            dial.timer.cancel()
+        dial.link.close()
+        for _, on_error in dial.waiting:
+            on_error(error)
+
+    def forget(self, link: Link) -> None:
+        """The peer's incarnation is gone; the next use of its address dials anew."""
+        dial = self._dials.get(link.address)
+        if dial is not None and dial.link is link:
+            self._fail(link.address, BrokenPeerError("the prefill worker is gone", address=link.address))
+        link.close()
+
+    async def close(self) -> None:
+        for address in list(self._dials):
+            self._fail(address, BrokenPeerError("the decode worker is shutting down", address=address))

@@ -1,0 +1,202 @@
+"""Windowed submission to one session, fair between rooms.
+
+A chunk hands over all blocks of a layer group at once; the lane submits them as the window allows, rooms taking turns
+(deficit round robin in bytes). Permits come back when the engine says a batch is terminal, never when somebody stops
+waiting (V5). A block is submitted once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orchestrator.clock import Clock
+from orchestrator.engines.base import Batch, Engine
+from orchestrator.outcome import Outcome
+from orchestrator.trace import Span
+from protocols.blocks import Blocks
+from protocols.errors import BrokenPeerError, KvferryError
+from protocols.ids import RoomKey, Session
+from protocols.window import Window, WindowStatistics
+
+
+class Handover:
+    """Blocks of one room for one session, and what became of them. `done` when nothing of it runs or will run."""
+
+    __slots__ = ("_on_done", "blocks", "done", "error", "in_doubt", "inflight", "missed", "outcome", "posted", "span")
+
+    def __init__(self, outcome: Outcome, blocks: Blocks, span: Span, on_done: Callable[[Handover], None]) -> None:
+        self.outcome = outcome
+        self.blocks = blocks
+        self.span = span
+        self.posted = 0
+        """Blocks submitted so far: the first ``posted`` of ``blocks``."""
+        self.inflight: list[tuple[int, Batch]] = []
+        """(index of its first block, batch) for every batch that is not terminal."""
+        self.in_doubt: list[int] = []
+        """Indices of submitted blocks that FAILED or timed out."""
+        self.missed = 0
+        """Blocks of accepted batches that the engine refused all the same: they never left."""
+        self.error: KvferryError | None = None
+        self.done = False
+        self._on_done = on_done
+
+    @property
+    def landed(self) -> bool:
+        """Every block was submitted and COMPLETED."""
+        return self.done and self.posted == len(self.blocks) and not self.in_doubt and not self.missed
+
+    def unfinished(self) -> list[int]:
+        """Indices of blocks that are submitted and not terminal."""
+        return [first + i for first, batch in self.inflight for i in range(len(batch.blocks))]
+
+    def finish(self) -> None:
+        if not self.done:
+            self.done = True
+            self._on_done(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStatistics:
+    window: WindowStatistics
+    rooms: int
+    queued_blocks: int
+    batches: int
+
+
+class Lane:
+    """One session's queue and window. Loop thread only."""
+
+    def __init__(
+        self, session: Session, engine: Engine, clock: Clock, kick: Callable[[], None], quantum_bytes: int
+    ) -> None:
+        limits = engine.limits
+        self.session = session
+        self.max_block_bytes = limits.max_block_bytes
+        self._engine = engine
+        self._clock = clock
+        self._kick = kick
+        self._quantum = max(quantum_bytes, 1)
+        self._window = Window(limits.window_blocks, limits.window_bytes)
+        self._max_batch = min(limits.max_batch_blocks, max(1, limits.window_blocks // 4))
+        self._rooms: dict[RoomKey, deque[Handover]] = {}
+        self._turns: deque[RoomKey] = deque()
+        self._credit: dict[RoomKey, int] = {}
+        self._pumping = False
+        self.batches = 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing queued and nothing in flight."""
+        return not self._rooms and self._window.idle
+
+    def post(self, handover: Handover) -> None:
+        """Queue the blocks behind the room's earlier ones. An empty hand-over is done at once."""
+        if len(handover.blocks) == 0 or handover.outcome.failed:
+            handover.finish()
+            return
+        key = handover.outcome.key
+        queue = self._rooms.get(key)
+        if queue is None:
+            queue = self._rooms[key] = deque()
+            self._turns.append(key)
+            self._credit[key] = 0
+        queue.append(handover)
+        self.pump()
+
+    def stop(self, key: RoomKey) -> None:
+        """Submit nothing further for the room. What is in flight runs to its end and then finishes its hand-over."""
+        queue = self._rooms.pop(key, None)
+        if queue is None:
+            return
+        self._turns.remove(key)
+        del self._credit[key]
+        for handover in queue:
+            if not handover.inflight:
+                handover.finish()
+
+    def pump(self) -> None:
+        """Submit what the window allows. Called after every hand-over and every completion."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while self._turns and self._one_turn():
+                pass
+        finally:
+            self._pumping = False
+
+    def _one_turn(self) -> bool:
+        """Let the room whose turn it is submit one batch. False when the window is full."""
+        key = self._turns[0]
+        handover = self._rooms[key][0]
+        if handover.outcome.failed:
+            self.stop(key)
+            return True
+        count = self._window.fitting(handover.blocks.length[handover.posted :], self._max_batch)
+        if count == 0:
+            return False
+        self._submit(handover, count)
+        if key in self._rooms and self._credit[key] >= self._quantum:
+            self._credit[key] = 0
+            self._turns.rotate(-1)
+        return True
+
+    def _submit(self, handover: Handover, count: int) -> None:
+        first = handover.posted
+        part = handover.blocks[first : first + count]
+        try:
+            batch = self._engine.submit(self.session, part)
+        except KvferryError as exc:
+            self._refused(handover, exc)
+            return
+        key = handover.outcome.key
+        handover.posted += count
+        handover.inflight.append((first, batch))
+        if handover.span.posted is None:
+            handover.span.posted = self._clock.now()
+        self.batches += 1
+        nbytes = part.nbytes
+        self._window.take(count, nbytes)
+        self._credit[key] += nbytes
+        if handover.posted == len(handover.blocks):
+            queue = self._rooms[key]
+            queue.popleft()
+            if not queue:
+                self._forget(key)
+        batch.add_callbacks(
+            lambda done: self._batch_done(handover, first, done, nbytes), lambda failed: self._failed(handover, failed)
+        )
+        self._kick()
+
+    def _refused(self, handover: Handover, exc: KvferryError) -> None:
+        """Nothing of that batch was submitted; what was sent before drains, and nothing follows for the room (B2)."""
+        handover.error = exc
+        self.stop(handover.outcome.key)
+
+    def _forget(self, key: RoomKey) -> None:
+        del self._rooms[key]
+        self._turns.remove(key)
+        del self._credit[key]
+
+    def _batch_done(self, handover: Handover, first: int, batch: Batch, nbytes: int) -> None:
+        self._window.give_back(len(batch.blocks), nbytes)
+        handover.inflight = [(at, other) for at, other in handover.inflight if other is not batch]
+        handover.in_doubt += [first + index for index in batch.in_doubt]
+        handover.missed += len(batch.never_submitted)
+        queued = self._rooms.get(handover.outcome.key, ())
+        if not handover.inflight and handover not in queued:
+            handover.span.landed = self._clock.now()
+            handover.finish()
+        self.pump()
+
+    def _failed(self, handover: Handover, batch: Batch) -> None:
+        """The first failed block of a batch: nothing further is submitted for the room, what runs is drained."""
+        if handover.error is None:
+            handover.error = BrokenPeerError(f"the engine failed a write: {batch.reason}", session=self.session)
+        self.stop(handover.outcome.key)
+
+    def statistics(self) -> LaneStatistics:
+        queued = sum(len(h.blocks) - h.posted for queue in self._rooms.values() for h in queue)
+        return LaneStatistics(self._window.statistics(), len(self._rooms), queued, self.batches)

@@ -1,0 +1,120 @@
+"""The composition root: builds one side on a running loop, in order, and stops it in reverse.
+
+`Node` is what the embedded loop thread runs, what the standalone process runs, and what a test runs on its own loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+from orchestrator.clock import Clock, LoopClock
+from orchestrator.config import Config
+from orchestrator.cuda_events import EventSource, HostEvents
+from orchestrator.decode import Decode
+from orchestrator.engines.base import Engine
+from orchestrator.inbox import Inbox
+from orchestrator.prefill import Prefill
+from orchestrator.progress import Pacer
+from orchestrator.receiver import Receiver, new_incarnation
+from orchestrator.sender import Sender
+from orchestrator.wire import ControlNetwork, ZmqNetwork
+from protocols.layout import Layout
+
+ENGINE_DRAIN_S = 1.0
+
+
+class Node:
+    """The sides of one process. Loop thread only; use as an async context manager.
+
+    Clock, randomness, control network and engine are injected; the defaults are the real ones.
+    """
+
+    def __init__(
+        self, *, clock: Clock | None = None, rng: random.Random | None = None, network: ControlNetwork | None = None
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.clock = clock or LoopClock()
+        self.rng = rng or random.SystemRandom()
+        self.inbox = Inbox(self.loop)
+        self.network = network or ZmqNetwork(self.loop)
+        self.pacer = Pacer(self.loop, self.clock)
+        self.sender: Sender | None = None
+        self.receiver: Receiver | None = None
+        self._engines: list[Engine] = []
+        self._regions: list[tuple[Engine, tuple[int, int]]] = []
+
+    async def __aenter__(self) -> Node:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def start_prefill(
+        self,
+        engine: Engine,
+        layout: Layout,
+        bind: str = "tcp://127.0.0.1:0",
+        config: Config | None = None,
+        events: EventSource | None = None,
+    ) -> Prefill:
+        """Register the layout's buffers with the engine, bind the control endpoint, serve. One prefill a node.
+
+        Raises BusyError for a port that is taken, ConfigError.
+        """
+        assert self.sender is None, "one prefill side a node"
+        sender = Sender(
+            me=new_incarnation(self.rng),
+            layout=layout,
+            engine=self._own(engine, layout),
+            config=config or Config(),
+            network=self.network,
+            events=events or HostEvents(),
+            clock=self.clock,
+            rng=self.rng,
+            loop=self.loop,
+            pacer=self.pacer,
+        )
+        sender.start(bind)
+        self.sender = sender
+        return Prefill(sender, self.inbox, threading.get_ident())
+
+    def start_decode(self, engine: Engine, layout: Layout, config: Config | None = None) -> Decode:
+        """Register the layout's buffers with the engine; prefill ranks are dialled when a room names them."""
+        assert self.receiver is None, "one decode side a node"
+        self.receiver = Receiver(
+            me=new_incarnation(self.rng),
+            layout=layout,
+            engine=self._own(engine, layout),
+            config=config or Config(),
+            network=self.network,
+            clock=self.clock,
+            rng=self.rng,
+            loop=self.loop,
+            pacer=self.pacer,
+        )
+        return Decode(self.receiver, self.inbox, threading.get_ident())
+
+    def _own(self, engine: Engine, layout: Layout) -> Engine:
+        """Register every region once; the engine is closed with this node."""
+        if engine not in self._engines:
+            self._engines.append(engine)
+        for region in [(buffer.address, buffer.nbytes) for buffer in layout.buffers]:
+            if (engine, region) not in self._regions:
+                self._regions.append((engine, region))
+                engine.register(*region)
+        return engine
+
+    async def stop(self) -> None:
+        """End every room, tell the peers, drain, delete the engines (a fence). Idempotent."""
+        if self.sender is not None:
+            await self.sender.stop()
+        if self.receiver is not None:
+            await self.receiver.stop()
+        self.inbox.close()
+        for engine in self._engines:
+            await engine.close(ENGINE_DRAIN_S)
+        self._engines.clear()
+        self.pacer.close()
+        self.network.close()

@@ -1,0 +1,384 @@
+"""One room on the prefill side: its chunks, its destinations, and how both come to an end. Loop thread only.
+
+The shell around `protocols.machines.PREFILL_ROOM`: every event is fired in one place (`_fire`) and its actions are
+performed there, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from orchestrator.chunk import Chunk, ChunkData, as_transfer_error
+from orchestrator.clock import Timer
+from orchestrator.destination import Destination
+from orchestrator.flow import Handover
+from orchestrator.forward import Group
+from orchestrator.outcome import Outcome
+from orchestrator.trace import MAX_SPANS, Span, TransferResult, difference
+from orchestrator.transfer import run_chunk
+from protocols.errors import AbortedError, DeadlineError, IllegalTransitionError, MismatchError, TransferError
+from protocols.ids import Incarnation
+from protocols.layout import LayerBuffer
+from protocols.machines import PREFILL_ROOM, Action, ChunkEvent, Machine, PrefillEvent, PrefillState
+from protocols.messages import Abort, Done
+from protocols.planning import check_total, plan_chunk
+
+if TYPE_CHECKING:
+    from orchestrator.sender import Sender
+
+
+class PrefillRoom:
+    """See the module. Created by a registration or by an Offer, whichever comes first."""
+
+    def __init__(self, outcome: Outcome, sender: Sender) -> None:
+        self.key = outcome.key
+        self.outcome = outcome
+        self.sender = sender
+        self.machine = Machine(PREFILL_ROOM, PrefillState.WAITING)
+        self.destinations: dict[Incarnation, Destination] = {}
+        self.chunks: dict[int, Chunk] = {}
+        """By start token, in registration order: the order in which they conclude."""
+        self.concluded_chunks = 0
+        self.outstanding = 0
+        """Hand-overs of all chunks that are not done."""
+        self.spans: list[Span] = []
+        self.stamps: dict[str, float] = {"known": sender.clock.now()}
+        self._expected: int | None = None
+        self._offered: asyncio.Future[None] = sender.loop.create_future()
+        self._next_token = 0
+        self._deadline: Timer | None = sender.clock.call_later(sender.config.room_timeout_s, self._expired)
+        self._drain: Timer | None = None
+        self._pass_deadline: Timer | None = None
+
+    def __repr__(self) -> str:
+        offered = f"{len(self.destinations)}/{self._expected or '?'}"
+        return (
+            f"<PrefillRoom {self.key} {self.machine.state.name} chunks={self.concluded_chunks}/{len(self.chunks)} "
+            f"destinations={offered} outstanding={self.outstanding}>"
+        )
+
+    # -- registration --------------------------------------------------------------------------------------------
+
+    def register(self, data: ChunkData) -> Chunk | None:
+        """Add a chunk, or find it: the same chunk again is one (A12), the same key with other pages, or a range that
+        does not follow the last one, fails the room. None when the room takes no chunk."""
+        if self.outcome.status.ended:
+            return None
+        known = self.chunks.get(data.key.start_token)
+        if known is not None:
+            if known.data.same_as(data):
+                return known
+            self.fail(MismatchError("the chunk was registered again with other pages", chunk=str(data.key)))
+            return None
+        if data.key.start_token != self._next_token or any(chunk.data.last for chunk in self.chunks.values()):
+            self.fail(
+                MismatchError(
+                    "a chunk must start where the one before it ended",
+                    chunk=str(data.key),
+                    expected_start_token=self._next_token,
+                )
+            )
+            return None
+        chunk = Chunk(data, self, self.sender.config.layerwise)
+        self.chunks[data.key.start_token] = chunk
+        self._next_token = data.end_token
+        self._watch_pass()
+        if not data.fake:
+            chunk.task = self.sender.start_task(run_chunk(chunk, self))
+            self._check_ready()
+        return chunk
+
+    def note_degraded(self, chunk: Chunk) -> None:
+        self.sender.log.warning(
+            "degraded", "room %s: chunk %s goes after its forward: %s", self.key, chunk.key, chunk.degraded_by
+        )
+
+    def forward_ended(self, chunk: Chunk, at: float) -> None:
+        self.stamps["forward_end"] = max(at, self.stamps.get("forward_end", at))
+        if chunk.data.fake and chunk.data.last:
+            self.skip()
+
+    def _watch_pass(self) -> None:
+        """A pass that never ends fails its chunks by its deadline."""
+        if self._pass_deadline is not None:
+            self._pass_deadline.cancel()
+        self._pass_deadline = self.sender.clock.call_later(self.sender.config.pass_timeout_s, self._pass_expired)
+
+    def _pass_expired(self) -> None:
+        stuck = [repr(chunk) for chunk in self.chunks.values() if not chunk.has_ended]
+        if stuck and not self.outcome.status.ended:
+            self.fail(DeadlineError("a forward pass did not end in time", room=str(self.key), chunks="; ".join(stuck)))
+
+    # -- offers --------------------------------------------------------------------------------------------------
+
+    def add_destination(self, destination: Destination, expected: int) -> None:
+        """One more decode rank's offer. Raises MismatchError when they disagree about how many there are."""
+        if self._expected not in (None, expected):
+            raise MismatchError("the decode ranks disagree about their number", said=expected, before=self._expected)
+        self._expected = expected
+        self.destinations[destination.link.peer] = destination
+        destination.link.open_room(self.key)
+        self._check_ready()
+
+    async def all_offered(self) -> None:
+        """Return when every destination has offered and can be written to."""
+        await asyncio.shield(self._offered)
+
+    def _check_ready(self) -> None:
+        if self.machine.state is not PrefillState.WAITING or not self.chunks:
+            return
+        if self._expected is None or len(self.destinations) < self._expected:
+            return
+        if not all(destination.connected for destination in self.destinations.values()):
+            return
+        self.stamps["ready"] = self.sender.clock.now()
+        self.outcome.transferring()
+        self._fire(PrefillEvent.READY)
+        self._offered.set_result(None)
+
+    def destination_connected(self) -> None:
+        self._check_ready()
+
+    # -- what the coroutine asks ---------------------------------------------------------------------------------
+
+    def check_chunk(self, chunk: Chunk) -> None:
+        """Plan the chunk for every destination. Raises MismatchError."""
+        data = chunk.data
+        page_size = self.sender.layout.page_size
+        for destination in self.destinations.values():
+            if destination.dummy:
+                continue
+            if data.last:
+                check_total(
+                    data.end_token,
+                    destination.total_tokens,
+                    page_size,
+                    destination.prefix_pages,
+                    destination.pages,
+                )
+            destination.plans[data.key.start_token] = plan_chunk(
+                data.pages, data.positions, destination.prefix_pages, destination.pages
+            )
+
+    def hooked_buffers(self, layers: Iterable[int]) -> list[LayerBuffer]:
+        by_layer = self.sender.hooked_buffers
+        return [buffer for layer in layers for buffer in by_layer.get(layer, ())]
+
+    def buffers_without(self, layers: set[int]) -> list[LayerBuffer]:
+        """Every page buffer that was not sent with a fired layer."""
+        return [b for b in self.sender.page_buffers if not (b.hooked and b.layer in layers)]
+
+    def hand_over(self, chunk: Chunk, kind: str, buffers: Sequence[LayerBuffer], group: Group) -> None:
+        """Give the blocks of these source buffers to every destination's lane."""
+        for destination in list(self.destinations.values()):
+            if not destination.dummy:
+                plan = destination.plans[chunk.key.start_token]
+                pairs = destination.pairs_of(buffers)
+                blocks = plan.blocks(pairs, self.sender.engine.limits.max_block_bytes)
+                layers = tuple(sorted({pair.src.layer for pair in pairs}))
+                span = self._span(chunk, kind, layers, len(blocks), blocks.nbytes, group)
+                destination.post(self, chunk, blocks, span, pairs, plan.positions)
+
+    def hand_over_aux(self, chunk: Chunk, group: Group) -> None:
+        """Aux slot and state rows: once, with the last chunk (A14)."""
+        for destination in list(self.destinations.values()):
+            for pairs, blocks, runs in destination.aux_blocks(chunk.data):
+                span = self._span(chunk, "aux", (), len(blocks), blocks.nbytes, group)
+                destination.post(self, chunk, blocks, span, pairs, runs)
+
+    def _span(self, chunk: Chunk, kind: str, layers: tuple[int, ...], blocks: int, nbytes: int, group: Group) -> Span:
+        span = Span(chunk.key.start_token, layers, kind, nbytes, blocks)
+        span.fired, span.ready, span.queued = group.fired_at, group.ready_at, self.sender.clock.now()
+        if blocks and len(self.spans) < MAX_SPANS:
+            self.spans.append(span)
+        return span
+
+    def is_next(self, chunk: Chunk) -> bool:
+        """Whether every chunk registered before this one has concluded."""
+        return list(self.chunks)[self.concluded_chunks] == chunk.key.start_token
+
+    def concluded(self, chunk: Chunk) -> None:
+        self.concluded_chunks += 1
+        for other in self.chunks.values():
+            other.wake()
+        if chunk.data.last:
+            self._fire(PrefillEvent.LANDED)
+
+    # -- completions ---------------------------------------------------------------------------------------------
+
+    def handover_done(self, destination: Destination, chunk: Chunk, handover: Handover) -> None:
+        """Called by the lane when nothing of the hand-over runs or will run. Permits were returned before."""
+        self.outstanding -= 1
+        chunk.outstanding -= 1
+        chunk.wake()
+        if not handover.landed and not self.outcome.failed:
+            cause = handover.error or TransferError("blocks were dropped")
+            self.fail(as_transfer_error(cause, peer=destination.link.peer.hex()[:8]))
+        self._check_drained()
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def committed(self, destination: Destination) -> None:
+        destination.committed = True
+        if self.machine.state is PrefillState.COMMITTING and all(d.committed for d in self.destinations.values()):
+            self.stamps["committed"] = self.sender.clock.now()
+            if self.outcome.succeed(self.result()):
+                self._fire(PrefillEvent.COMMITTED)
+            else:
+                self.fail(AbortedError("aborted while the decode committed"))
+
+    def skip(self) -> None:
+        """A fake room's forward ended: it succeeds without a transfer."""
+        if self.outcome.succeed(self.result()):
+            self._fire(PrefillEvent.SKIP)
+
+    def fail(self, error: TransferError) -> None:
+        """End the room with its first cause; drain what runs; tell every peer. Idempotent."""
+        self.outcome.fail(error)
+        if not self.outcome.failed:
+            return
+        if self.machine.accepts(PrefillEvent.FAIL):
+            self._fire(PrefillEvent.FAIL)
+        self._check_drained()
+
+    def _check_drained(self) -> None:
+        if self.outstanding == 0 and self.machine.accepts(PrefillEvent.DRAINED):
+            self._fire(PrefillEvent.DRAINED)
+
+    def _fire(self, event: PrefillEvent) -> None:
+        for action in self.machine.fire(event):
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Action.STOP_SUBMITTING:
+                self._stop()
+            case Action.TELL_PEERS:
+                reason = str(self.outcome.error)[:4000]
+                for destination in self.destinations.values():
+                    destination.link.post(Abort(room=self.key.room, gen=self.key.gen, origin="prefill", reason=reason))
+            case Action.SEND_DONE:
+                self._send_done()
+            case Action.ACK:
+                for destination in self.destinations.values():
+                    destination.link.post(destination.abort_ack(self.key))
+            case Action.END:
+                self._end()
+            case Action.SEND_COMMITTED:
+                raise IllegalTransitionError("a prefill room commits nothing", key=str(self.key))
+
+    def _send_done(self) -> None:
+        now = self.sender.clock.now()
+        self.stamps["done"] = now
+        self._arm_deadline(self.sender.config.commit_timeout_s)
+        for destination in self.destinations.values():
+            destination.link.post(
+                Done(
+                    room=self.key.room,
+                    gen=self.key.gen,
+                    status="ok",
+                    coverage=destination.ledger.coverage(),
+                    bytes=destination.bytes,
+                    blocks=destination.blocks,
+                    timing=self.timing(),
+                )
+            )
+
+    def _stop(self) -> None:
+        self._arm_deadline(None)
+        for chunk in self.chunks.values():
+            if chunk.machine.accepts(ChunkEvent.FAIL):
+                chunk.machine.fire(ChunkEvent.FAIL)
+            if chunk.forward is not None:
+                chunk.forward.detach(chunk)
+            if chunk.task is not None and chunk.task is not asyncio.current_task():
+                chunk.task.cancel()
+        for destination in self.destinations.values():
+            destination.stop(self.key)
+        if self.outstanding:
+            self._drain = self.sender.clock.call_later(self.sender.config.drain_timeout_s, self._drain_expired)
+
+    def _drain_expired(self) -> None:
+        if self.machine.accepts(PrefillEvent.DRAIN_DEADLINE):
+            self._fire(PrefillEvent.DRAIN_DEADLINE)
+
+    def _expired(self) -> None:
+        waits = "for Committed" if self.machine.state is PrefillState.COMMITTING else "to land"
+        self.fail(
+            DeadlineError(
+                f"the room's deadline passed while it waited {waits}",
+                room=str(self.key),
+                state=self.machine.state.name,
+                offers=f"{len(self.destinations)} of {self._expected or 'unknown'}",
+                peers=",".join(link.hex()[:8] for link in self.destinations),
+                layers=self._layer_counts(),
+                chunks="; ".join(repr(chunk) for chunk in list(self.chunks.values())[:4]),
+            )
+        )
+
+    def _layer_counts(self) -> str:
+        """Layers fired / queued / posted / landed over all chunks and destinations, for a stuck room's report."""
+        fired = sum(len(chunk.taken) for chunk in self.chunks.values())
+        queued = sum(len(span.layers) for span in self.spans)
+        posted = sum(len(span.layers) for span in self.spans if span.posted is not None)
+        landed = sum(len(span.layers) for span in self.spans if span.landed is not None)
+        failed = sum(len(destination.in_doubt) for destination in self.destinations.values())
+        return f"fired {fired}, queued {queued}, posted {posted}, landed {landed}, blocks in doubt {failed}"
+
+    def _arm_deadline(self, delay: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if delay is None else self.sender.clock.call_later(delay, self._expired)
+
+    def _end(self) -> None:
+        for timer in (self._deadline, self._drain, self._pass_deadline):
+            if timer is not None:
+                timer.cancel()
+        if not self._offered.done():
+            self._offered.cancel()
+        self.stamps["ended"] = self.sender.clock.now()
+        self.outcome.close(self.result())
+        for destination in self.destinations.values():
+            destination.link.close_room(self.key)
+        self.sender.room_ended(self)
+        self.outcome.free_units()
+
+    def timing(self) -> dict[str, float]:
+        """Seconds by name; what was never stamped is absent (D2)."""
+        forward_end = self.stamps.get("forward_end")
+        landed = [span.landed for span in self.spans if span.landed is not None]
+        named = {
+            "wait_offer": difference(self.stamps.get("known"), self.stamps.get("ready")),
+            "wait_event": _total(difference(span.fired, span.ready) for span in self.spans),
+            "wait_engine": _total(difference(span.queued, span.landed) for span in self.spans),
+            "fallback": _total(
+                difference(span.queued, span.landed) for span in self.spans if span.kind in ("fallback", "whole")
+            ),
+            "exposed": max(0.0, max(landed) - forward_end) if landed and forward_end is not None else None,
+            "commit": difference(self.stamps.get("done"), self.stamps.get("committed")),
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+    def result(self) -> TransferResult:
+        fake = bool(self.chunks) and all(chunk.data.fake for chunk in self.chunks.values())
+        moved = not fake and any(not destination.dummy for destination in self.destinations.values())
+        return TransferResult(
+            key=self.key,
+            ok=not self.outcome.failed,
+            error=self.outcome.error,
+            bytes=sum(d.bytes for d in self.destinations.values()) if moved else None,
+            blocks=sum(d.blocks for d in self.destinations.values()) if moved else None,
+            chunks=len(self.chunks),
+            layers_fired=sum(len(chunk.taken) for chunk in self.chunks.values()),
+            layers_fallback=sum(len(chunk.fallback) for chunk in self.chunks.values()),
+            timing=self.timing(),
+            spans=tuple(self.spans),
+            stamps=dict(self.stamps),
+        )
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

@@ -1,0 +1,201 @@
+"""The decode side: links to prefill ranks, leases, rooms. A shell around pure machines. Loop thread only; the
+thread-safe face is `orchestrator.decode`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from functools import partial
+
+from orchestrator.clock import Clock
+from orchestrator.config import Config
+from orchestrator.decode_room import DecodeRoom, Expectation, Rank
+from orchestrator.dialer import Dialer
+from orchestrator.engines.base import Engine
+from orchestrator.link import Link, flushed
+from orchestrator.log import RateLimited
+from orchestrator.outcome import Outcome
+from orchestrator.progress import Pacer
+from orchestrator.registry import Registry, Verdict
+from orchestrator.wire import ControlNetwork
+from protocols.errors import AbortedError, BrokenPeerError, KvferryError, MalformedFrameError, TransferError
+from protocols.ids import Incarnation, RoomKey, Session
+from protocols.layout import Layout
+from protocols.leases import LeaseBook
+from protocols.messages import Abort, AbortAck, AnyMessage, Bye, Done
+
+
+class Receiver:
+    """Everything of one decode rank."""
+
+    def __init__(
+        self,
+        *,
+        me: Incarnation,
+        layout: Layout,
+        engine: Engine,
+        config: Config,
+        network: ControlNetwork,
+        clock: Clock,
+        rng: random.Random,
+        loop: asyncio.AbstractEventLoop,
+        pacer: Pacer,
+    ) -> None:
+        self.layout = layout
+        self.engine = engine
+        self.session: Session = engine.session
+        self.config = config
+        self.clock = clock
+        self.log = RateLimited("kvferry.decode", clock.now, config.log_burst)
+        self.counters: Counter[str] = Counter()
+        self.rooms: Registry[DecodeRoom] = Registry(clock, config.tombstone_s)
+        self.book = LeaseBook(
+            {"page": layout.num_pages, "aux": layout.units_of("aux"), "state": layout.units_of("state")}
+        )
+        self.dialer = Dialer(
+            me=me,
+            layout=layout,
+            engine=engine,
+            config=config,
+            network=network,
+            clock=clock,
+            rng=rng,
+            loop=loop,
+            owner=self,
+        )
+        pacer.add(engine)
+
+    async def stop(self, reason: str = "the decode worker is shutting down") -> None:
+        """Abort what is live, let the peers acknowledge, close. Units that are not quiet stay leased: only the end
+        of this process, or of its engine, makes them so."""
+        for room in self.rooms:
+            room.fail(AbortedError(reason, origin="decode"))
+        for link in self.dialer.links.values():
+            link.post(Bye(deadline_ms=0))
+        await flushed(self.dialer.links.values(), self.clock)
+        await self.dialer.close()
+
+    # -- rooms ---------------------------------------------------------------------------------------------------
+
+    def expect(self, outcome: Outcome, expectation: Expectation) -> None:
+        """Lease the units and offer them to every rank; what cannot be leased fails the room at once."""
+        key = outcome.key
+        newest = self.rooms.newest(key.room)
+        if newest is not None and newest.gen > key.gen:
+            outcome.fail(TransferError("a newer generation of this room is live", newer=newest.gen))
+        elif newest is not None:
+            older = self.rooms.live(newest)
+            if older is not None:
+                older.fail(AbortedError("superseded by a newer generation", newer=key.gen))
+        room = DecodeRoom(outcome, expectation, self)
+        self.rooms.add(room)
+        if outcome.failed:  # aborted by a thread, or stale, before a unit was leased
+            room.fail(outcome.error or AbortedError("aborted"))
+            return
+        try:
+            room.lease()
+        except KvferryError as exc:
+            failure = TransferError(exc.what, **exc.data)
+            failure.__cause__ = exc
+            room.fail(failure)
+            return
+        if not room.ranks:  # a fake room: it asks for no transfer
+            room.finish_fake()
+            return
+        for rank in room.ranks:
+            self.dialer.when_up(rank.address, partial(self._up, room, rank), partial(self._unreachable, room))
+
+    def _up(self, room: DecodeRoom, rank: Rank, link: Link) -> None:
+        if not room.outcome.failed:
+            room.offer(rank, link)
+
+    def _unreachable(self, room: DecodeRoom, error: KvferryError) -> None:
+        failure = TransferError(error.what, **error.data)
+        failure.__cause__ = error
+        room.fail(failure)
+
+    def abort(self, key: RoomKey, error: TransferError) -> None:
+        """Carry out an abort whose outcome a thread has already decided."""
+        room = self.rooms.live(key)
+        if room is not None:
+            room.fail(error)
+
+    def room_ended(self, room: DecodeRoom) -> None:
+        self.rooms.end(room.key, Verdict(room.outcome, {}))
+        if room.outcome.failed:
+            self.counters["rooms_failed"] += 1
+            self.log.warning("room_failed", "room %s failed: %s", room.key, room.outcome.error)
+        else:
+            self.counters["rooms_ok"] += 1
+            self.counters["bytes"] += room.bytes
+            self.log.debug("room %s committed: %s", room.key, room.outcome.result)
+
+    def note_quarantine(self, room: DecodeRoom) -> None:
+        lease = self.book.get(room.key)
+        units = len(lease.units) if lease is not None else 0
+        self.counters["quarantines"] += 1
+        self.log.warning("quarantine", "room %s: %d units are quarantined: %s", room.key, units, room.outcome.error)
+
+    # -- LinkOwner -----------------------------------------------------------------------------------------------
+
+    def on_message(self, link: Link, message: AnyMessage) -> None:
+        try:
+            self._handle(link, message)
+        except Exception as exc:
+            self.counters["handler_errors"] += 1
+            self.log.warning("handler", "%s could not be handled: %r", type(message).__name__, exc)
+            key = RoomKey(getattr(message, "room", -1), getattr(message, "gen", -1))
+            self.abort(key, TransferError(f"a message of the prefill could not be handled: {exc}"))
+
+    def _handle(self, link: Link, message: AnyMessage) -> None:
+        if isinstance(message, Bye):
+            self.peer_gone(link, "the prefill worker said goodbye")
+            return
+        if not isinstance(message, (Done, Abort, AbortAck)):
+            self.counters["unexpected_messages"] += 1
+            return
+        room = self.rooms.live(RoomKey(message.room, message.gen))
+        rank = room.rank_of(link) if room is not None else None
+        if room is None or rank is None:
+            self.counters["late_messages"] += 1
+            return
+        match message:
+            case Done():
+                room.on_done(rank, message)
+            case Abort():
+                room.fail(AbortedError(message.reason, origin=message.origin))
+            case AbortAck():
+                room.on_abort_ack(rank, message)
+
+    def on_bad_body(self, link: Link, key: RoomKey, error: MalformedFrameError) -> None:
+        room = self.rooms.live(key)
+        if room is not None and room.rank_of(link) is not None:
+            room.fail(TransferError(f"the prefill sent a frame that does not decode: {error.what}"))
+
+    def on_silent(self, link: Link) -> None:
+        """Silence ends the rooms; it proves nothing about the units, and Abort is retransmitted until acknowledged."""
+        self.counters["silent_peers"] += 1
+        for key in link.rooms:
+            self.abort(
+                key, TransferError("the prefill worker is silent", seconds=self.config.silence_s, peer=link.address)
+            )
+
+    def on_broken(self, link: Link, error: BrokenPeerError) -> None:
+        self.peer_gone(link, error.what)
+
+    def peer_gone(self, link: Link, reason: str) -> None:
+        """This incarnation is gone: its rooms fail, what it was writing is in doubt."""
+        self.dialer.forget(link)
+        for room in self.rooms:
+            rank = room.rank_of(link)
+            if rank is not None and rank.done is None:
+                room.rank_gone(rank, reason)
+            elif rank is not None:
+                room.fail(TransferError(reason, peer=link.address))
+
+
+def new_incarnation(rng: random.Random) -> Incarnation:
+    """16 random bytes, the first not zero."""
+    return Incarnation(bytes([rng.randrange(1, 256)]) + rng.randbytes(15))

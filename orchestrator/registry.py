@@ -1,0 +1,118 @@
+"""Which rooms there are: live ones by key, and the outcomes of those that ended, for a while.
+
+Live rooms belong to the loop; outcomes may be looked up from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+from orchestrator.clock import Clock
+from orchestrator.outcome import Outcome
+from protocols.errors import BusyError, UnknownRoomError
+from protocols.ids import RoomKey
+from protocols.messages import AbortAck
+from protocols.tombstones import Tombstones
+
+
+class Room(Protocol):
+    """What the registry needs of a room."""
+
+    @property
+    def key(self) -> RoomKey: ...
+
+    @property
+    def outcome(self) -> Outcome: ...
+
+
+R = TypeVar("R", bound=Room)
+
+
+class Verdict:
+    """What is remembered of an ended room, and what its writers last said to each destination (by incarnation)."""
+
+    __slots__ = ("acks", "outcome")
+
+    def __init__(self, outcome: Outcome, acks: dict[bytes, AbortAck]) -> None:
+        self.outcome = outcome
+        self.acks = acks
+
+
+class Registry(Generic[R]):
+    """Loop thread only, but for `open`, `find` and `outcome`."""
+
+    def __init__(self, clock: Clock, tombstone_s: float) -> None:
+        self._clock = clock
+        self._live: dict[RoomKey, R] = {}
+        self._generations: dict[int, RoomKey] = {}
+        """The newest live generation of each room id."""
+        self._stones: Tombstones[Verdict] = Tombstones(tombstone_s)
+        self._outcomes: dict[RoomKey, Outcome] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(list(self._live.values()))
+
+    # -- any thread ----------------------------------------------------------------------------------------------
+
+    def open(self, key: RoomKey, *, exclusive: bool = False) -> Outcome:
+        """The outcome of this room, made now if there is none. Raises BusyError for a known key if ``exclusive``."""
+        with self._lock:
+            known = self._outcomes.get(key)
+            if known is None:
+                known = self._outcomes[key] = Outcome(key)
+            elif exclusive:
+                state = "ended recently" if known.status.ended else "is live"
+                raise BusyError(f"the room {state}", room=str(key), hint="Mint a new generation for a reused room id.")
+            return known
+
+    def find(self, key: RoomKey) -> Outcome:
+        """The outcome of this room. Raises UnknownRoomError when it never was here or is forgotten."""
+        outcome = self._outcomes.get(key)
+        if outcome is None:
+            raise UnknownRoomError("no such room", room=str(key))
+        return outcome
+
+    # -- loop thread ---------------------------------------------------------------------------------------------
+
+    def live(self, key: RoomKey) -> R | None:
+        return self._live.get(key)
+
+    def newest(self, room: int) -> RoomKey | None:
+        """The newest live generation of this room id."""
+        return self._generations.get(room)
+
+    def add(self, room: R) -> None:
+        self._live[room.key] = room
+        newest = self._generations.get(room.key.room)
+        if newest is None or newest.gen < room.key.gen:
+            self._generations[room.key.room] = room.key
+
+    def end(self, key: RoomKey, verdict: Verdict, *, in_doubt: bool = False) -> None:
+        """The room ended: only its verdict stays."""
+        self._live.pop(key, None)
+        if self._generations.get(key.room) == key:
+            del self._generations[key.room]
+        self._stones.add(key, verdict, self._clock.now(), in_doubt=in_doubt)
+        with self._lock:
+            self._outcomes[key] = verdict.outcome
+        self.forget_expired()
+
+    def verdict(self, key: RoomKey) -> Verdict | None:
+        self.forget_expired()
+        return self._stones.get(key, self._clock.now())
+
+    def forget_expired(self) -> None:
+        """Drop outcomes whose tombstone has expired."""
+        for key in self._stones.take_expired(self._clock.now()):
+            with self._lock:
+                self._outcomes.pop(key, None)
+
+    @property
+    def remembered(self) -> int:
+        return len(self._stones)

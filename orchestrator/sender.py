@@ -1,0 +1,439 @@
+"""The prefill side: peers, offers, rooms. A shell around pure machines: feed → act → re-arm → publish.
+
+Loop thread only; the thread-safe face is `orchestrator.prefill`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from orchestrator.chunk import ChunkData, as_transfer_error
+from orchestrator.clock import Clock
+from orchestrator.config import Config
+from orchestrator.contacts import Contacts
+from orchestrator.cuda_events import Event, EventSource, EventWatcher
+from orchestrator.destination import Destination
+from orchestrator.engines.base import Engine
+from orchestrator.flow import Lane
+from orchestrator.forward import ForwardPass, GroupPlan, hooked_layers
+from orchestrator.hello import make_hello
+from orchestrator.link import Link, flushed, wait_until
+from orchestrator.log import RateLimited
+from orchestrator.prefill_room import PrefillRoom
+from orchestrator.progress import Pacer
+from orchestrator.registry import Registry, Verdict
+from orchestrator.wire import ControlNetwork
+from protocols.codec import decode, decode_envelope, encode
+from protocols.errors import (
+    AbortedError,
+    BrokenPeerError,
+    KvferryError,
+    MalformedFrameError,
+    RefusedError,
+    TransferError,
+)
+from protocols.ids import Incarnation, RoomKey, Session
+from protocols.layout import LayerBuffer, Layout, pair_layouts
+from protocols.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AbortAck,
+    AnyMessage,
+    Bye,
+    Committed,
+    Envelope,
+    Hello,
+    Message,
+    Offer,
+    Refused,
+    Welcome,
+    WrongIncarnation,
+)
+
+
+class Sender:
+    """Everything of one prefill rank. `start` binds; `stop` ends every room."""
+
+    def __init__(
+        self,
+        *,
+        me: Incarnation,
+        layout: Layout,
+        engine: Engine,
+        config: Config,
+        network: ControlNetwork,
+        events: EventSource,
+        clock: Clock,
+        rng: random.Random,
+        loop: asyncio.AbstractEventLoop,
+        pacer: Pacer,
+    ) -> None:
+        self.me = me
+        self.layout = layout
+        self.engine = engine
+        self.config = config
+        self.clock = clock
+        self.loop = loop
+        self.log = RateLimited("kvferry.prefill", clock.now, config.log_burst)
+        self.counters: Counter[str] = Counter()
+        self.rooms: Registry[PrefillRoom] = Registry(clock, config.tombstone_s)
+        self.links: dict[Incarnation, Link] = {}
+        self.lanes: dict[Session, Lane] = {}
+        self.page_buffers = layout.unit_buffers("page")
+        self.hooked_buffers: dict[int, list[LayerBuffer]] = {}
+        for buffer in self.page_buffers:
+            if buffer.hooked:
+                self.hooked_buffers.setdefault(buffer.layer, []).append(buffer)
+        hooked = hooked_layers((buffer.layer, buffer.hooked) for buffer in self.page_buffers)
+        self.plan = GroupPlan(hooked if config.layerwise else (), config.layer_group)
+        self.events = events
+        self.address = ""
+        self._watcher = EventWatcher(loop)
+        self._pacer = pacer
+        self._rng = rng
+        self._network = network
+        self._contacts = Contacts(engine, layout, config, self._start)
+        self._sessions: dict[str, Incarnation] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        pacer.add(engine)
+        pacer.add(self._watcher)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def start(self, bind: str) -> str:
+        """Bind the control endpoint and return its address. Raises BusyError or ConfigError."""
+        self.events.enter_loop_thread()
+        self._listener = self._network.listen(bind, self.on_frame)
+        self.address = self._listener.address
+        return self.address
+
+    async def stop(self, reason: str = "the prefill worker is shutting down") -> None:
+        """Fail what is live, tell every peer, drain for at most `drain_timeout_s`, close."""
+        for room in self.rooms:
+            room.fail(AbortedError(reason, origin="prefill"))
+        deadline = self.clock.now() + self.config.drain_timeout_s
+        await wait_until(lambda: not len(self.rooms), self.clock, deadline)
+        for link in self.links.values():
+            link.post(Bye(deadline_ms=0))
+        await flushed(self.links.values(), self.clock)
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self.links.values():
+            link.close()
+        self.links.clear()
+        if self.address:
+            self._listener.close()
+
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine that never raises, and keep it alive until it is done."""
+        return self._start(coroutine)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def watch(self, event: Event) -> asyncio.Future[None]:
+        """A future for a recorded event, asked by the pacer."""
+        future = self._watcher.watch(event)
+        self._pacer.kick()
+        return future
+
+    # -- registration --------------------------------------------------------------------------------------------
+
+    def register(self, forward: ForwardPass, chunks: list[ChunkData]) -> None:
+        """Add a pass's chunks to their rooms and attach them to the pass (deposited before the pass's hooks)."""
+        for data in chunks:
+            key = data.key.room_key
+            if not self._is_current(key):
+                continue
+            room = self.rooms.live(key) or self._new_room(key)
+            if room is None:
+                continue
+            try:
+                chunk = room.register(data)
+            except Exception as exc:  # a set-up error never reaches the scheduler (A10)
+                room.fail(as_transfer_error(exc, chunk=str(data.key)))
+                continue
+            if chunk is not None and chunk.attach(forward):
+                forward.chunks.append(chunk)
+
+    def refuse(self, key: RoomKey, error: TransferError) -> None:
+        """A chunk that could not even be read: its room fails with the reason."""
+        if not self._is_current(key):
+            return
+        room = self.rooms.live(key) or self._new_room(key)
+        if room is not None:
+            room.fail(error)
+
+    def _is_current(self, key: RoomKey) -> bool:
+        """A higher generation ends a live lower one; a lower one is stale and fails at once."""
+        newest = self.rooms.newest(key.room)
+        if newest is None or newest.gen == key.gen:
+            return True
+        if newest.gen > key.gen:
+            self.rooms.open(key).fail(TransferError("a newer generation of this room is live", newer=newest.gen))
+            return False
+        older = self.rooms.live(newest)
+        if older is not None:
+            older.fail(AbortedError("superseded by a newer generation", newer=key.gen))
+        return True
+
+    def _new_room(self, key: RoomKey) -> PrefillRoom | None:
+        """None when the key has ended: what meets a tombstone fails at once."""
+        if self.rooms.verdict(key) is not None:
+            self.counters["met_tombstone"] += 1
+            return None
+        room = PrefillRoom(self.rooms.open(key), self)
+        self.rooms.add(room)
+        if room.outcome.failed:  # aborted by a thread before the loop heard of it
+            room.fail(room.outcome.error or AbortedError("aborted"))
+            return None
+        return room
+
+    def room_ended(self, room: PrefillRoom) -> None:
+        """The room is over and drained: remember the verdict, log it, count it."""
+        acks = {bytes(peer): d.abort_ack(room.key) for peer, d in room.destinations.items() if room.outcome.failed}
+        doubtful = any(destination.in_doubt for destination in room.destinations.values())
+        self.rooms.end(room.key, Verdict(room.outcome, acks), in_doubt=doubtful)
+        result = room.outcome.result
+        if room.outcome.failed:
+            self.counters["rooms_failed"] += 1
+            self.log.warning("room_failed", "room %s failed: %s", room.key, room.outcome.error)
+        else:
+            self.counters["rooms_ok"] += 1
+            self.log.debug("room %s done: %s", room.key, result)
+        if result is not None and result.bytes:
+            self.counters["bytes"] += result.bytes
+
+    def abort(self, key: RoomKey, error: TransferError) -> None:
+        """Carry out an abort whose outcome a thread has already decided."""
+        room = self.rooms.live(key)
+        if room is not None:
+            room.fail(error)
+
+    # -- frames --------------------------------------------------------------------------------------------------
+
+    def on_frame(self, identity: bytes, frame: bytes) -> None:
+        """A frame from the control endpoint. Never raises for what a peer sends (C7)."""
+        try:
+            envelope = decode_envelope(frame)
+            if envelope.src != identity:
+                raise MalformedFrameError("the sender is not who it says", src=envelope.src.hex())
+        except MalformedFrameError as exc:
+            self.counters["bad_frames"] += 1
+            self.log.warning("bad_frame", "a frame was dropped: %s", exc)
+            return
+        link = self.links.get(Incarnation(identity))
+        if envelope.type == "hello":
+            self._on_hello(envelope, frame)
+        elif envelope.dst != self.me:
+            self.counters["wrong_incarnation"] += 1
+            self._reply(envelope, WrongIncarnation(meant=envelope.dst))
+        elif link is None:
+            self._reply(envelope, Refused(reason="say Hello first"))
+        else:
+            link.receive(envelope, frame)
+
+    def _reply(self, envelope: Envelope, message: Message) -> None:
+        """Answer a peer with which there is no link."""
+        stamped = msgspec.structs.replace(message, src=self.me, dst=envelope.src)
+        self._listener.wire_to(envelope.src).send(encode(stamped))
+
+    def _on_hello(self, envelope: Envelope, frame: bytes) -> None:
+        peer = Incarnation(envelope.src)
+        known = self.links.get(peer)
+        try:
+            if envelope.v != PROTOCOL_VERSION:
+                raise RefusedError("another protocol version", protocol=f"{PROTOCOL_VERSION} != {envelope.v}")
+            hello = decode(frame)
+            if not isinstance(hello, Hello):
+                raise MalformedFrameError("not a Hello", type=envelope.type)
+            if not hello.v_min <= PROTOCOL_VERSION <= hello.v_max:
+                raise RefusedError(
+                    "no common protocol version", protocol=f"{PROTOCOL_VERSION} not in {hello.v_min}..{hello.v_max}"
+                )
+            if hello.role != "decode":
+                raise RefusedError("a prefill serves decode workers only", role=hello.role)
+            pairs = pair_layouts(self.layout, hello.layout)
+        except (RefusedError, MalformedFrameError) as exc:
+            self.counters["hello_refused"] += 1
+            self.log.warning("refused", "a peer was refused: %s", exc)
+            fields = {name: str(value)[:500] for name, value in exc.data.items()}
+            self._reply(envelope, Refused(reason=exc.what[:4000], fields=fields))
+            return
+        if known is None:
+            self._forget_older(hello, peer)
+            known = Link(
+                self.me,
+                peer,
+                self._listener.wire_to(peer),
+                self,
+                self.clock,
+                random.Random(self._rng.random()),
+                self.config,
+                self.loop.call_soon,
+            )
+            known.hello = hello
+            self.links[peer] = known
+            self._contacts.add(peer, hello, pairs)
+        owner = self._sessions.setdefault(hello.session, peer)
+        known.send(make_hello(self.layout, self.engine, self.config, "prefill"))
+        known.send(Welcome(chosen=PROTOCOL_VERSION, session_reused=owner != peer))
+        known.welcome()
+
+    def _forget_older(self, hello: Hello, peer: Incarnation) -> None:
+        """A newer incarnation of the same rank: the older one is gone."""
+        for link in list(self.links.values()):
+            if hello.name and link.hello is not None and link.hello.name == hello.name and link.peer != peer:
+                self._peer_gone(link, "the decode worker was restarted")
+
+    def _peer_gone(self, link: Link, reason: str) -> None:
+        for key in link.rooms:
+            self.abort(key, TransferError(reason, peer=link.peer.hex()[:8]))
+        self.links.pop(link.peer, None)
+        self._contacts.remove(link.peer)
+        link.close()
+
+    # -- LinkOwner -----------------------------------------------------------------------------------------------
+
+    def on_message(self, link: Link, message: AnyMessage) -> None:
+        try:
+            match message:
+                case Offer():
+                    self._on_offer(link, message)
+                case Committed():
+                    self._on_committed(link, message)
+                case Abort():
+                    self._on_abort(link, message)
+                case Bye():
+                    self._peer_gone(link, "the decode worker said goodbye")
+                case _:
+                    self.counters["unexpected_messages"] += 1
+        except Exception as exc:
+            self.counters["handler_errors"] += 1
+            self.log.warning("handler", "%s could not be handled: %r", type(message).__name__, exc)
+
+    def on_bad_body(self, link: Link, key: RoomKey, error: MalformedFrameError) -> None:
+        room = self.rooms.live(key)
+        if room is not None and link.peer in room.destinations:
+            room.fail(TransferError(f"the peer sent a frame that does not decode: {error.what}"))
+
+    def on_silent(self, link: Link) -> None:
+        self.counters["silent_peers"] += 1
+        for key in link.rooms:
+            self.abort(
+                key,
+                TransferError("the decode worker is silent", seconds=self.config.silence_s, peer=link.peer.hex()[:8]),
+            )
+
+    def on_broken(self, link: Link, error: BrokenPeerError) -> None:
+        self._peer_gone(link, error.what)
+
+    def _on_offer(self, link: Link, offer: Offer) -> None:
+        key = RoomKey(offer.room, offer.gen)
+        verdict = self.rooms.verdict(key)
+        if verdict is not None:
+            self._turn_away(link, key, str(verdict.outcome.error or "the room has ended"), verdict)
+            return
+        assert link.hello is not None
+        if offer.session != link.hello.session:
+            self._turn_away(link, key, "the offer names another session than Hello did")
+            return
+        if not self._is_current(key):
+            self._turn_away(link, key, "a newer generation of this room is live")
+            return
+        room = self.rooms.live(key)
+        if room is not None and link.peer in room.destinations:
+            self.counters["repeated_offers" if room.destinations[link.peer].offer == offer else "other_offers"] += 1
+            return
+        if room is None:
+            self._make_place()
+            room = self._new_room(key)
+        if room is None or room.outcome.failed:
+            reason = str(self.rooms.open(key).error or "the room has failed")
+            self._turn_away(link, key, reason)
+            return
+        try:
+            destination = Destination(
+                link, offer, link.hello.layout, self._contacts.pairs(link.peer), self.layout.page_size
+            )
+            room.add_destination(destination, offer.destinations)
+        except KvferryError as exc:
+            self._turn_away(link, key, str(exc))
+            room.fail(as_transfer_error(exc, peer=link.peer.hex()[:8]))
+            return
+        if not destination.dummy:
+            self._start(self._connect(room, destination))
+
+    def _make_place(self) -> None:
+        """Bound the kept offers: the oldest room that nobody registered falls out, and its offerer is told."""
+        kept = [room for room in self.rooms if not room.chunks and not room.outcome.status.ended]
+        if len(kept) >= self.config.max_kept_offers:
+            kept[0].fail(TransferError("too many offers are waiting for their prefill", kept=len(kept)))
+
+    async def _connect(self, room: PrefillRoom, destination: Destination) -> None:
+        """First contact with the destination's engine, off the loop; shared by all rooms of the peer."""
+        try:
+            await self._contacts.contact(destination.link.peer)
+        except KvferryError as exc:
+            room.fail(as_transfer_error(exc, peer=destination.link.peer.hex()[:8]))
+            return
+        destination.lane = self.lane(destination.session)
+        room.destination_connected()
+
+    def lane(self, session: Session) -> Lane:
+        lane = self.lanes.get(session)
+        if lane is None:
+            lane = self.lanes[session] = Lane(
+                session, self.engine, self.clock, self._pacer.kick, self.config.link_quantum_bytes
+            )
+        return lane
+
+    def _turn_away(self, link: Link, key: RoomKey, reason: str, verdict: Verdict | None = None) -> None:
+        """Tell the offerer that its room ended here, and what of it is not quiet (nothing, unless remembered)."""
+        link.post(Abort(room=key.room, gen=key.gen, origin="prefill", reason=reason[:4000]))
+        link.post(self._ack(link, key, verdict))
+
+    def _ack(self, link: Link, key: RoomKey, verdict: Verdict | None) -> AbortAck:
+        said = verdict.acks.get(bytes(link.peer)) if verdict is not None else None
+        session = link.hello.session if link.hello is not None else ""
+        return said if said is not None else AbortAck(room=key.room, gen=key.gen, session=session)
+
+    def _on_committed(self, link: Link, message: Committed) -> None:
+        room = self.rooms.live(RoomKey(message.room, message.gen))
+        destination = room.destinations.get(link.peer) if room is not None else None
+        if room is None or destination is None:
+            self.counters["late_messages"] += 1
+        elif message.status == "ok":
+            room.committed(destination)
+        else:
+            room.fail(TransferError(message.reason, origin="decode"))
+
+    def _on_abort(self, link: Link, message: Abort) -> None:
+        """Fail the room, and acknowledge: at once when it is unknown or over, when it has drained otherwise (C2)."""
+        key = RoomKey(message.room, message.gen)
+        room = self.rooms.live(key)
+        error = AbortedError(message.reason, origin=message.origin)
+        if room is not None:
+            if link.peer not in room.destinations:
+                link.post(self._ack(link, key, None))
+            room.fail(error)
+            return
+        verdict = self.rooms.verdict(key)
+        if verdict is None:
+            outcome = self.rooms.open(key)
+            outcome.fail(error)
+            verdict = Verdict(outcome, {})
+            self.rooms.end(key, verdict)
+            outcome.free_units()
+        link.post(self._ack(link, key, verdict))

@@ -1,0 +1,90 @@
+"""A sub-millisecond timer for an asyncio loop.
+
+uvloop's timers have a 1 ms grain and a sleep below that returns at once, which would make a poller spin. Linux's
+timerfd has no such grain and is just another readable descriptor. Python has it built in only from 3.13.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+
+from protocols.errors import EngineUnavailableError
+
+CLOCK_MONOTONIC = 1
+TFD_NONBLOCK = os.O_NONBLOCK
+TFD_CLOEXEC = os.O_CLOEXEC
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+class _Itimerspec(ctypes.Structure):
+    _fields_ = [("interval", _Timespec), ("value", _Timespec)]
+
+
+class TimerFd:
+    """One-shot. Loop thread only. Raises EngineUnavailableError where the platform has no timerfd."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+        if sys.platform != "linux":
+            raise EngineUnavailableError("timerfd exists only on Linux", platform=sys.platform)
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._settime = libc.timerfd_settime
+        self._fd = libc.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)
+        if self._fd < 0:
+            raise EngineUnavailableError(f"timerfd_create: {os.strerror(ctypes.get_errno())}")
+        self._loop = loop
+        self._callback = callback
+        self._spec = _Itimerspec()
+        self._ref = ctypes.byref(self._spec)
+        loop.add_reader(self._fd, self._fire)
+
+    def arm(self, delay: float) -> None:
+        """Fire once, after ``delay`` seconds; replaces an earlier arming."""
+        nanoseconds = max(1, int(delay * 1e9))
+        self._spec.value.seconds, self._spec.value.nanoseconds = divmod(nanoseconds, 1_000_000_000)
+        self._settime(self._fd, 0, self._ref, None)
+
+    def _fire(self) -> None:
+        try:
+            os.read(self._fd, 8)
+        except BlockingIOError:
+            return
+        self._callback()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+class CallLater:
+    """The same over `loop.call_later`, for loops without descriptors (virtual time) and other platforms."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+        self._loop = loop
+        self._callback = callback
+        self._handle: asyncio.TimerHandle | None = None
+
+    def arm(self, delay: float) -> None:
+        self.close()
+        self._handle = self._loop.call_later(delay, self._callback)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+def make_timer(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> TimerFd | CallLater:
+    """A timerfd where the loop and the platform have it, else `call_later` (1 ms grain)."""
+    try:
+        return TimerFd(loop, callback)
+    except (EngineUnavailableError, NotImplementedError):
+        return CallLater(loop, callback)

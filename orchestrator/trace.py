@@ -1,0 +1,138 @@
+"""What happened to a room, in stamps: the one source of logs, metrics, results and the Chrome/Perfetto trace.
+
+All times are the injected clock's monotonic seconds; a stamp that never happened is None and so is every duration
+that needs it (D2). Spans of one process can be laid beside those of another on the same machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocols.errors import TransferError
+from protocols.ids import RoomKey
+
+MAX_SPANS = 65536
+
+
+@dataclass(slots=True)
+class Span:
+    """One hand-over: some layers of one chunk to one destination."""
+
+    chunk: int
+    """The chunk's start token."""
+    layers: tuple[int, ...]
+    kind: str
+    """``group`` (fired layers), ``fallback`` (unfired layers), ``whole`` (layer-wise off or degraded), ``aux``."""
+    bytes: int
+    blocks: int
+    fired: float | None = None
+    """The last of its layers fired, on the forward thread."""
+    ready: float | None = None
+    """Its event had completed, as the loop saw it."""
+    queued: float | None = None
+    posted: float | None = None
+    landed: float | None = None
+
+    @property
+    def waited(self) -> float | None:
+        """From ready to landed."""
+        return difference(self.ready, self.landed)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """What `result` returns once a room has ended. Bytes are those that landed, summed over destinations (D1)."""
+
+    key: RoomKey
+    ok: bool
+    error: TransferError | None
+    bytes: int | None
+    """None for a room that asked for no transfer."""
+    blocks: int | None
+    chunks: int
+    layers_fired: int
+    """Layers of the last concluded state whose hook fired, summed over chunks."""
+    layers_fallback: int
+    """Layer ids that went after their forward, summed over chunks."""
+    timing: dict[str, float]
+    """Seconds by name; a name whose stamps are missing is absent."""
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+    stamps: dict[str, float] = field(default_factory=dict, repr=False)
+    """Monotonic seconds by name: known, ready, forward_end, done, committed, ended."""
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes over the union of the intervals in which blocks were in flight: never above the line rate."""
+        busy = union_length((span.posted, span.landed) for span in self.spans)
+        return self.bytes / busy if self.bytes and busy else None
+
+
+def difference(start: float | None, end: float | None) -> float | None:
+    """Seconds from start to end; None if a stamp is missing or they contradict each other (D2)."""
+    return end - start if start is not None and end is not None and end >= start else None
+
+
+def union_length(intervals: Iterable[tuple[float | None, float | None]]) -> float:
+    """Seconds covered by at least one interval; intervals with a missing end do not count."""
+    total, reach = 0.0, float("-inf")
+    for start, end in sorted((a, b) for a, b in intervals if a is not None and b is not None and b > a):
+        if end > reach:
+            total += end - max(start, reach)
+            reach = end
+    return total
+
+
+def chrome_trace(processes: dict[str, Sequence[TransferResult]]) -> dict[str, Any]:
+    """Results of one machine's processes as a Chrome/Perfetto trace (times in microseconds).
+
+    One track per room and phase: fired → ready (event), ready → posted (queue), posted → landed (wire).
+    """
+    starts = [
+        stamp
+        for results in processes.values()
+        for result in results
+        for stamp in (
+            *result.stamps.values(),
+            *(span.fired for span in result.spans),
+            *(s.queued for s in result.spans),
+        )
+        if stamp is not None
+    ]
+    origin = min(starts, default=0.0)
+    events: list[dict[str, Any]] = []
+    for pid, (name, results) in enumerate(processes.items(), 1):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        for result in results:
+            events += _room_events(result, pid, origin)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _room_events(result: TransferResult, pid: int, origin: float) -> list[dict[str, Any]]:
+    room = f"room {result.key}"
+    events: list[dict[str, Any]] = [
+        {"ph": "i", "s": "p", "pid": pid, "tid": room, "name": name, "ts": (at - origin) * 1e6}
+        for name, at in result.stamps.items()
+    ]
+    for span in result.spans:
+        layers = f"{span.kind} {span.layers[0]}–{span.layers[-1]}" if span.layers else span.kind
+        for phase, start, end in (
+            ("event", span.fired, span.ready),
+            ("queue", span.ready if span.ready is not None else span.queued, span.posted),
+            ("wire", span.posted, span.landed),
+        ):
+            if start is not None and end is not None and end >= start:
+                events.append(
+                    {
+                        "ph": "X",
+                        "pid": pid,
+                        "tid": f"{room} {phase}",
+                        "name": f"{layers} @{span.chunk}",
+                        "cat": phase,
+                        "ts": (start - origin) * 1e6,
+                        "dur": (end - start) * 1e6,
+                        "args": {"bytes": span.bytes, "blocks": span.blocks, "chunk": span.chunk},
+                    }
+                )
+    return events
