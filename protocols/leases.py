@@ -113,7 +113,8 @@ class Lease:
         self.units = units
         self.since = now
         self.why = ""
-        self.waiting: set[Hashable] = set(writers)
+        self.writers = frozenset(writers)
+        self.waiting: set[Hashable] = set(self.writers)
         """Writers that have not said done or quiet."""
         self.unknown: dict[Hashable, UnitSet] = {}
         """What a writer last said it cannot tell yet."""
@@ -192,17 +193,22 @@ class LeaseBook:
             del self._leases[key]
         return lease
 
-    def done(self, key: RoomKey, writer: Hashable) -> None:
-        """This writer said Done(ok): it will write nothing more."""
+    def done(self, key: RoomKey, writer: Hashable) -> bool:
+        """This writer said Done(ok): it will write nothing more. True when the room failed and every unit is free."""
         lease = self._leases.get(key)
-        if lease is not None:
-            lease.waiting.discard(writer)
+        if lease is None:
+            return True
+        lease.waiting.discard(writer)
+        return bool(lease.why) and self._try_free(lease)
 
     def commit(self, key: RoomKey) -> None:
-        """Every writer is done: the embedder owns the units again. Raises IllegalTransitionError if one is not."""
+        """Every writer is done: the embedder owns the units again. Raises IllegalTransitionError if one is not, or the
+        room failed."""
         lease = self._leases.get(key)
         if lease is None:
             return
+        if lease.why:
+            raise IllegalTransitionError("the room failed", key=str(key), why=lease.why)
         if lease.waiting:
             raise IllegalTransitionError("a writer has not said done", key=str(key), waiting=len(lease.waiting))
         lease.fire(LeaseEvent.COMMIT)
@@ -213,15 +219,20 @@ class LeaseBook:
         lease = self._leases.get(key)
         if lease is None:
             return True
-        lease.why = lease.why or why
-        lease.fire(LeaseEvent.FAIL)
+        self._fail(lease, why)
         return self._try_free(lease)
 
     def ack(self, key: RoomKey, writer: Hashable, unknown: UnitSet, in_doubt: UnitSet) -> bool:
-        """A writer's AbortAck. What it does not list is quiet from this writer. True when every unit is free."""
+        """A writer's AbortAck. What it does not list is quiet from this writer. True when every unit is free.
+
+        It says that the room failed there, asked or not: a lease that is still live fails with it. Of a writer that the
+        lease does not know, nothing is believed."""
         lease = self._leases.get(key)
         if lease is None:
             return True
+        if writer not in lease.writers:
+            return False
+        self._fail(lease, "a writer acknowledged an abort")
         if len(in_doubt):
             lease.fire(LeaseEvent.DOUBT, self._select(lease, in_doubt))
         if len(unknown):
@@ -238,9 +249,11 @@ class LeaseBook:
             lease.fire(LeaseEvent.DEADLINE)
 
     def writer_gone(self, key: RoomKey, writer: Hashable) -> None:
-        """The writer is gone for good without a word: its bytes may sit in kernel buffers. In doubt until a fence."""
+        """The writer is gone for good without a word: its bytes may sit in kernel buffers. In doubt until a fence. A
+        lease that is still live fails with it."""
         lease = self._leases.get(key)
         if lease is not None and writer in lease.waiting:
+            self._fail(lease, "a writer is gone")
             unknown = lease.unknown.get(writer)
             lease.fire(LeaseEvent.DOUBT, None if unknown is None else self._select(lease, unknown))
             lease.waiting.discard(writer)
@@ -254,6 +267,11 @@ class LeaseBook:
                 self._settle(lease)
                 freed.append(lease.key)
         return freed
+
+    def _fail(self, lease: Lease, why: str) -> None:
+        """The first cause stays. A doubt told of a live lease would find no cell and be lost: so it fails first."""
+        lease.why = lease.why or why or "failed"
+        lease.fire(LeaseEvent.FAIL)
 
     def _select(self, lease: Lease, units: UnitSet) -> dict[UnitKind, npt.NDArray[np.bool_]]:
         return {kind: np.isin(lease.units.of(kind), units.of(kind)) for kind in KINDS}

@@ -53,7 +53,7 @@ def test_blocks_and_bytes_in_flight_stay_within_the_window(
         assert sum(in_flight) <= max_bytes or len(in_flight) == 1
         assert window.statistics() == WindowStatistics(len(in_flight), sum(in_flight), peak_blocks, peak_bytes)
         assert window.idle == (not in_flight)
-        if flying and data.draw(st.booleans()):
+        if data.draw(st.booleans()) and flying:
             done = flying.popleft()
             window.give_back(len(done), sum(done))
     while flying:
