@@ -35,6 +35,7 @@ class _Dial:
     """A link and who waits for it."""
 
     link: Link
+    number: int
     deadline: float
     delay: float = FIRST_HELLO_S
     timer: Timer | None = None
@@ -69,6 +70,7 @@ class Dialer:
         self._loop = loop
         self._owner = owner
         self._dials: dict[str, _Dial] = {}
+        self._count = 0
         self.bad_frames = 0
 
     def when_up(self, address: str, on_up: Callable[[Link], None], on_error: Callable[[KvferryError], None]) -> None:
@@ -99,7 +101,8 @@ class Dialer:
             self._loop.call_soon,
         )
         link.address = address
-        dial = _Dial(link, self._clock.now() + self._config.connect_timeout_s)
+        self._count += 1
+        dial = _Dial(link, self._count, self._clock.now() + self._config.connect_timeout_s)
         self._dials[address] = dial
         self.links[address] = link
         self._say_hello(address, dial)
@@ -122,7 +125,7 @@ class Dialer:
                 ),
             )
             return
-        dial.link.send(make_hello(self._layout, self._engine, self._config, "decode"))
+        dial.link.send(make_hello(self._layout, self._engine, self._config, "decode", dial.number))
         dial.timer = self._clock.call_later(dial.delay, lambda: self._say_hello(address, dial))
         dial.delay = min(dial.delay * 2, LAST_HELLO_S)
 
@@ -168,6 +171,12 @@ class Dialer:
                 link.hello = message
                 link.peer = src
             case Welcome():
+                if message.session_reused:
+                    raise RefusedError(
+                        "an earlier process had this engine session, and late writes of its rooms may still arrive",
+                        hint="Restart this worker: its engine takes another port.",
+                        session=self._engine.session,
+                    )
                 dial.welcomed = True
             case Refused():
                 if link.up:  # it forgot us: what it holds of ours is over

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
-import msgspec
-
 from orchestrator.chunk import ChunkData, as_transfer_error
 from orchestrator.clock import Clock
 from orchestrator.config import Config
@@ -22,38 +20,29 @@ from orchestrator.destination import Destination
 from orchestrator.engines.base import Engine
 from orchestrator.flow import Lane
 from orchestrator.forward import ForwardPass, GroupPlan, hooked_layers
-from orchestrator.hello import make_hello
-from orchestrator.link import Link, flushed, wait_until
+from orchestrator.link import Link, wait_until
 from orchestrator.log import RateLimited
 from orchestrator.prefill_room import PrefillRoom
 from orchestrator.progress import Pacer
+from orchestrator.reception import Reception
 from orchestrator.registry import Registry, Verdict
 from orchestrator.wire import ControlNetwork
-from protocols.codec import decode, decode_envelope, encode
 from protocols.errors import (
     AbortedError,
     BrokenPeerError,
     KvferryError,
     MalformedFrameError,
-    RefusedError,
     TransferError,
 )
 from protocols.ids import Incarnation, RoomKey, Session
-from protocols.layout import LayerBuffer, Layout, pair_layouts
+from protocols.layout import LayerBuffer, Layout
 from protocols.messages import (
-    PROTOCOL_VERSION,
     Abort,
     AbortAck,
     AnyMessage,
     Bye,
     Committed,
-    Envelope,
-    Hello,
-    Message,
     Offer,
-    Refused,
-    Welcome,
-    WrongIncarnation,
 )
 
 
@@ -83,7 +72,6 @@ class Sender:
         self.log = RateLimited("kvferry.prefill", clock.now, config.log_burst)
         self.counters: Counter[str] = Counter()
         self.rooms: Registry[PrefillRoom] = Registry(clock, config.tombstone_s)
-        self.links: dict[Incarnation, Link] = {}
         self.lanes: dict[Session, Lane] = {}
         self.page_buffers = layout.unit_buffers("page")
         self.hooked_buffers: dict[int, list[LayerBuffer]] = {}
@@ -96,10 +84,8 @@ class Sender:
         self.address = ""
         self._watcher = EventWatcher(loop)
         self._pacer = pacer
-        self._rng = rng
-        self._network = network
         self._contacts = Contacts(engine, layout, config, self._start)
-        self._sessions: dict[str, Incarnation] = {}
+        self.reception = Reception(self, me, network, self._contacts, rng)
         self._tasks: set[asyncio.Task[None]] = set()
         pacer.add(engine)
         pacer.add(self._watcher)
@@ -109,8 +95,7 @@ class Sender:
     def start(self, bind: str) -> str:
         """Bind the control endpoint and return its address. Raises BusyError or ConfigError."""
         self.events.enter_loop_thread()
-        self._listener = self._network.listen(bind, self.on_frame)
-        self.address = self._listener.address
+        self.address = self.reception.listen(bind)
         return self.address
 
     async def stop(self, reason: str = "the prefill worker is shutting down") -> None:
@@ -119,18 +104,12 @@ class Sender:
             room.fail(AbortedError(reason, origin="prefill"))
         deadline = self.clock.now() + self.config.drain_timeout_s
         await wait_until(lambda: not len(self.rooms), self.clock, deadline)
-        for link in self.links.values():
-            link.post(Bye(deadline_ms=0))
-        await flushed(self.links.values(), self.clock)
+        await self.reception.say_bye()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in self.links.values():
-            link.close()
-        self.links.clear()
-        if self.address:
-            self._listener.close()
+        self.reception.close()
 
     def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine that never raises, and keep it alive until it is done."""
@@ -221,89 +200,6 @@ class Sender:
         if room is not None:
             room.fail(error)
 
-    # -- frames --------------------------------------------------------------------------------------------------
-
-    def on_frame(self, identity: bytes, frame: bytes) -> None:
-        """A frame from the control endpoint. Never raises for what a peer sends (C7)."""
-        try:
-            envelope = decode_envelope(frame)
-            if envelope.src != identity:
-                raise MalformedFrameError("the sender is not who it says", src=envelope.src.hex())
-        except MalformedFrameError as exc:
-            self.counters["bad_frames"] += 1
-            self.log.warning("bad_frame", "a frame was dropped: %s", exc)
-            return
-        link = self.links.get(Incarnation(identity))
-        if envelope.type == "hello":
-            self._on_hello(envelope, frame)
-        elif envelope.dst != self.me:
-            self.counters["wrong_incarnation"] += 1
-            self._reply(envelope, WrongIncarnation(meant=envelope.dst))
-        elif link is None:
-            self._reply(envelope, Refused(reason="say Hello first"))
-        else:
-            link.receive(envelope, frame)
-
-    def _reply(self, envelope: Envelope, message: Message) -> None:
-        """Answer a peer with which there is no link."""
-        stamped = msgspec.structs.replace(message, src=self.me, dst=envelope.src)
-        self._listener.wire_to(envelope.src).send(encode(stamped))
-
-    def _on_hello(self, envelope: Envelope, frame: bytes) -> None:
-        peer = Incarnation(envelope.src)
-        known = self.links.get(peer)
-        try:
-            if envelope.v != PROTOCOL_VERSION:
-                raise RefusedError("another protocol version", protocol=f"{PROTOCOL_VERSION} != {envelope.v}")
-            hello = decode(frame)
-            if not isinstance(hello, Hello):
-                raise MalformedFrameError("not a Hello", type=envelope.type)
-            if not hello.v_min <= PROTOCOL_VERSION <= hello.v_max:
-                raise RefusedError(
-                    "no common protocol version", protocol=f"{PROTOCOL_VERSION} not in {hello.v_min}..{hello.v_max}"
-                )
-            if hello.role != "decode":
-                raise RefusedError("a prefill serves decode workers only", role=hello.role)
-            pairs = pair_layouts(self.layout, hello.layout)
-        except (RefusedError, MalformedFrameError) as exc:
-            self.counters["hello_refused"] += 1
-            self.log.warning("refused", "a peer was refused: %s", exc)
-            fields = {name: str(value)[:500] for name, value in exc.data.items()}
-            self._reply(envelope, Refused(reason=exc.what[:4000], fields=fields))
-            return
-        if known is None:
-            self._forget_older(hello, peer)
-            known = Link(
-                self.me,
-                peer,
-                self._listener.wire_to(peer),
-                self,
-                self.clock,
-                random.Random(self._rng.random()),
-                self.config,
-                self.loop.call_soon,
-            )
-            known.hello = hello
-            self.links[peer] = known
-            self._contacts.add(peer, hello, pairs)
-        owner = self._sessions.setdefault(hello.session, peer)
-        known.send(make_hello(self.layout, self.engine, self.config, "prefill"))
-        known.send(Welcome(chosen=PROTOCOL_VERSION, session_reused=owner != peer))
-        known.welcome()
-
-    def _forget_older(self, hello: Hello, peer: Incarnation) -> None:
-        """A newer incarnation of the same rank: the older one is gone."""
-        for link in list(self.links.values()):
-            if hello.name and link.hello is not None and link.hello.name == hello.name and link.peer != peer:
-                self._peer_gone(link, "the decode worker was restarted")
-
-    def _peer_gone(self, link: Link, reason: str) -> None:
-        for key in link.rooms:
-            self.abort(key, TransferError(reason, peer=link.peer.hex()[:8]))
-        self.links.pop(link.peer, None)
-        self._contacts.remove(link.peer)
-        link.close()
-
     # -- LinkOwner -----------------------------------------------------------------------------------------------
 
     def on_message(self, link: Link, message: AnyMessage) -> None:
@@ -316,12 +212,18 @@ class Sender:
                 case Abort():
                     self._on_abort(link, message)
                 case Bye():
-                    self._peer_gone(link, "the decode worker said goodbye")
+                    self.peer_gone(link, "the decode worker said goodbye")
                 case _:
                     self.counters["unexpected_messages"] += 1
         except Exception as exc:
             self.counters["handler_errors"] += 1
             self.log.warning("handler", "%s could not be handled: %r", type(message).__name__, exc)
+
+    def peer_gone(self, link: Link, reason: str) -> None:
+        """This incarnation is gone: its rooms fail, and it is forgotten."""
+        for key in link.rooms:
+            self.abort(key, TransferError(reason, peer=link.peer.hex()[:8]))
+        self.reception.forget(link)
 
     def on_bad_body(self, link: Link, key: RoomKey, error: MalformedFrameError) -> None:
         room = self.rooms.live(key)
@@ -337,7 +239,7 @@ class Sender:
             )
 
     def on_broken(self, link: Link, error: BrokenPeerError) -> None:
-        self._peer_gone(link, error.what)
+        self.peer_gone(link, error.what)
 
     def _on_offer(self, link: Link, offer: Offer) -> None:
         key = RoomKey(offer.room, offer.gen)

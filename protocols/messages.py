@@ -73,6 +73,8 @@ class Hello(Message, frozen=True, tag="hello"):
     """A stable name of this rank; a newer incarnation of the same name means the older is gone. Empty: none."""
     v_min: int = PROTOCOL_VERSION
     v_max: int = PROTOCOL_VERSION
+    dial: Natural = 0
+    """Which of this side's dials this is: another number starts the sequence anew and ends what came before."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):

@@ -26,7 +26,7 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """An event source. Kernels are enqueued by the forward thread and run by `step`, `run` or `run_until`; any thread."""
+    """An event source. Kernels are enqueued by the forward thread and run by `step` or `run`; any thread."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""A paged pool in host memory with a byte oracle: every page has content of its own and can be compared byte for byte."""
+"""A paged pool in host memory: every page has content of its own and can be compared byte for byte."""
 
 from __future__ import annotations
 

@@ -1,0 +1,169 @@
+"""The prefill's door: who may talk to it. Frames in, links out; Hello, Welcome, Refused, WrongIncarnation.
+
+Loop thread only. No rooms here: what a link hears goes to the sender.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from orchestrator.contacts import Contacts
+from orchestrator.hello import make_hello
+from orchestrator.link import Link, flushed
+from orchestrator.wire import ControlNetwork, Listener
+from protocols.codec import decode, decode_envelope, encode
+from protocols.errors import MalformedFrameError, RefusedError
+from protocols.ids import Incarnation
+from protocols.layout import pair_layouts
+from protocols.messages import (
+    PROTOCOL_VERSION,
+    Bye,
+    Envelope,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+    WrongIncarnation,
+)
+
+if TYPE_CHECKING:
+    from orchestrator.sender import Sender
+
+MAX_SESSIONS = 4096
+
+
+class Reception:
+    """See the module."""
+
+    def __init__(
+        self, sender: Sender, me: Incarnation, network: ControlNetwork, contacts: Contacts, rng: random.Random
+    ) -> None:
+        self.links: dict[Incarnation, Link] = {}
+        self._sender = sender
+        self._me = me
+        self._network = network
+        self._contacts = contacts
+        self._rng = rng
+        self._counters = sender.counters
+        self._log = sender.log
+        self._sessions: dict[str, Incarnation] = {}
+        """Which incarnation used an engine session first; bounded, the oldest is forgotten."""
+        self._listener: Listener | None = None
+
+    def listen(self, bind: str) -> str:
+        """Bind and return the address. Raises BusyError or ConfigError."""
+        self._listener = self._network.listen(bind, self.on_frame)
+        return self._listener.address
+
+    async def say_bye(self) -> None:
+        """Tell every peer that we leave, and let those that answer acknowledge."""
+        for link in self.links.values():
+            link.post(Bye(deadline_ms=0))
+        await flushed(self.links.values(), self._sender.clock)
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+        self.links.clear()
+        if self._listener is not None:
+            self._listener.close()
+
+    def forget(self, link: Link) -> None:
+        """The peer's incarnation is gone."""
+        self.links.pop(link.peer, None)
+        self._contacts.remove(link.peer)
+        link.close()
+
+    def on_frame(self, identity: bytes, frame: bytes) -> None:
+        """A frame from the control endpoint. Never raises for what a peer sends (C7)."""
+        try:
+            envelope = decode_envelope(frame)
+            if envelope.src != identity:
+                raise MalformedFrameError("the sender is not who it says", src=envelope.src.hex())
+        except MalformedFrameError as exc:
+            self._counters["bad_frames"] += 1
+            self._log.warning("bad_frame", "a frame was dropped: %s", exc)
+            return
+        link = self.links.get(Incarnation(identity))
+        if envelope.type == "hello":
+            self._on_hello(envelope, frame)
+        elif envelope.dst != self._me:
+            self._counters["wrong_incarnation"] += 1
+            self._reply(envelope, WrongIncarnation(meant=envelope.dst))
+        elif link is None:
+            self._reply(envelope, Refused(reason="say Hello first"))
+        else:
+            link.receive(envelope, frame)
+
+    def _reply(self, envelope: Envelope, message: Message) -> None:
+        """Answer a peer with which there is no link."""
+        stamped = msgspec.structs.replace(message, src=self._me, dst=envelope.src)
+        if self._listener is not None:
+            self._listener.wire_to(envelope.src).send(encode(stamped))
+
+    def _on_hello(self, envelope: Envelope, frame: bytes) -> None:
+        peer = Incarnation(envelope.src)
+        known = self.links.get(peer)
+        try:
+            if envelope.v != PROTOCOL_VERSION:
+                raise RefusedError("another protocol version", protocol=f"{PROTOCOL_VERSION} != {envelope.v}")
+            hello = decode(frame)
+            if not isinstance(hello, Hello):
+                raise MalformedFrameError("not a Hello", type=envelope.type)
+            if not hello.v_min <= PROTOCOL_VERSION <= hello.v_max:
+                raise RefusedError(
+                    "no common protocol version", protocol=f"{PROTOCOL_VERSION} not in {hello.v_min}..{hello.v_max}"
+                )
+            if hello.role != "decode":
+                raise RefusedError("a prefill serves decode workers only", role=hello.role)
+            pairs = pair_layouts(self._sender.layout, hello.layout)
+        except (RefusedError, MalformedFrameError) as exc:
+            self._counters["hello_refused"] += 1
+            self._log.warning("refused", "a peer was refused: %s", exc)
+            fields = {name: str(value)[:500] for name, value in exc.data.items()}
+            self._reply(envelope, Refused(reason=exc.what[:4000], fields=fields))
+            return
+        if known is not None and known.hello is not None and known.hello.dial != hello.dial:
+            self._sender.peer_gone(known, "the decode worker dialled anew")
+            known = None
+        if known is None:
+            self._forget_older(hello, peer)
+            known = self._new_link(hello, peer)
+            self._contacts.add(peer, hello, pairs)
+        sender = self._sender
+        known.send(make_hello(sender.layout, sender.engine, sender.config, "prefill"))
+        known.send(Welcome(chosen=PROTOCOL_VERSION, session_reused=self._session_owner(hello.session, peer) != peer))
+        known.welcome()
+
+    def _new_link(self, hello: Hello, peer: Incarnation) -> Link:
+        assert self._listener is not None, "frames come from the listener"
+        sender = self._sender
+        link = Link(
+            self._me,
+            peer,
+            self._listener.wire_to(peer),
+            sender,
+            sender.clock,
+            random.Random(self._rng.random()),
+            sender.config,
+            sender.loop.call_soon,
+        )
+        link.hello = hello
+        self.links[peer] = link
+        return link
+
+    def _session_owner(self, session: str, peer: Incarnation) -> Incarnation:
+        """The incarnation that used this engine session first. Ports are random in about 2,000, so names repeat."""
+        owner = self._sessions.setdefault(session, peer)
+        if len(self._sessions) > MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        return owner
+
+    def _forget_older(self, hello: Hello, peer: Incarnation) -> None:
+        """A newer incarnation of the same rank: the older one is gone."""
+        for link in list(self.links.values()):
+            if hello.name and link.hello is not None and link.hello.name == hello.name and link.peer != peer:
+                self._sender.peer_gone(link, "the decode worker was restarted")
