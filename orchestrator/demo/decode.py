@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class Decode:
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
+        self._loops = ExitStack()
 
     def handle(self, command: wire.AnyCommand) -> Any:
         match command:
@@ -40,7 +42,7 @@ class Decode:
                 with torch.inference_mode():
                     return self._run(command)
             case wire.Close():
-                self._loop.close()
+                self._loops.close()
         return None
 
     def _open(self, command: wire.Open) -> wire.Opened:
@@ -49,9 +51,8 @@ class Decode:
         self._model = models.load(Path(command.cache))
         self._pool = make_pool(self._model, command)
         self._pages = PageBook(command.pages, seed=2)
-        self._loop = EmbeddedLoop(Config())
-        self._loop.start()
-        self._node = self._loop.start_decode(engine, make_layout(self._pool, self._model))
+        loop = self._loops.enter_context(EmbeddedLoop(Config()))
+        self._node = loop.start_decode(engine, make_layout(self._pool, self._model))
         warm_up(self._model, 1)
         return wire.Opened(engine=engine.info.name, completion_mode=engine.info.completion_mode)
 
@@ -78,7 +79,7 @@ class Decode:
         first_token = int(self._pool.aux[slot, 0])
         first_token_at = time.monotonic()
         digests = self._pool.digest(received, job.total_tokens)
-        self._talk.note("decode")
+        self._talk.note("generating")
         cache = PagedCache(self._pool, pages, length=job.total_tokens)
         tokens, hashes = greedy(self._model, cache, first_token, job.new_tokens)
         assert handle.units_free(), "a committed room's pages are the worker's own again"

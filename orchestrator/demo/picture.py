@@ -61,7 +61,7 @@ def draw(timeline: Timeline, width: int) -> list[Text]:
         Text.assemble(
             " " * LABEL_WIDTH,
             (READY, STYLES[READY]),
-            " ready, group not closed  ",
+            " ready  ",
             (QUEUED, STYLES[QUEUED]),
             " queued  ",
             (POSTED, STYLES[POSTED]),

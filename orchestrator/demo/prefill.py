@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Prefill:
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
+        self._loops = ExitStack()
 
     def handle(self, command: wire.AnyCommand) -> Any:
         match command:
@@ -55,7 +57,7 @@ class Prefill:
                 with torch.inference_mode():
                     return self._run(command)
             case wire.Close():
-                self._loop.close()
+                self._loops.close()
         return None
 
     def _open(self, command: wire.Open) -> wire.Opened:
@@ -70,9 +72,8 @@ class Prefill:
         if command.inject:
             engine = faulty(engine, command.inject, layout.buffers)
         self._link = SwitchedLink(engine, command.link_gbps)
-        self._loop = EmbeddedLoop(Config(layer_group=command.layer_group))
-        self._loop.start()
-        self._node = self._loop.start_prefill(self._link, layout, bind=f"tcp://{LOCALHOST}:{command.control_port}")
+        loop = self._loops.enter_context(EmbeddedLoop(Config(layer_group=command.layer_group)))
+        self._node = loop.start_prefill(self._link, layout, bind=f"tcp://{LOCALHOST}:{command.control_port}")
         warm_up(self._model, command.chunk_tokens)
         return wire.Opened(engine=info.name, completion_mode=info.completion_mode, address=self._node.address)
 
@@ -87,7 +88,7 @@ class Prefill:
         times: list[tuple[float, float]] = []
         ranges = forwards(total, self._chunk_tokens, job.prefix_tokens)
         for number, (start, end) in enumerate(ranges, 1):
-            self._talk.note(f"prefill, forward {number} of {len(ranges)}")
+            self._talk.note(f"forward {number} of {len(ranges)}")
             final = cursor.advance(end, last=end == total)
             started = time.monotonic()
             with self._node.begin_forward([_chunk(job, final, pages, size, slot)] if final else []) as forward_pass:

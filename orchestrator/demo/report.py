@@ -1,7 +1,11 @@
-"""What the demo prints: a table, the generated texts, and the picture of one transfer."""
+"""What the demo prints: a table for each prompt, the generated texts, and the picture of one transfer each."""
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
+
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,66 +18,65 @@ TITLES = {
     "single": "single process",
     "monolithic": "monolithic",
     "layerwise": "layer-wise",
-    "monolithic_paced": "monolithic, paced",
-    "layerwise_paced": "layer-wise, paced",
+    "monolithic_paced": "monolithic paced",
+    "layerwise_paced": "layer-wise paced",
 }
+FIGURES = ("MB", "forward\ns", "exposed\nms", "token 1\ns")
+EQUALS = ("tokens\nequal", "logits\nequal", "pages\nequal", "draft\nequal")
 
 
 def show(results: Results, console: Console) -> None:
     """Print everything."""
-    console.print(table(results))
+    what = f"{results.model} over {results.engine}, completion mode {results.completion_mode}"
+    console.print(f"[bold]{escape(what)}[/]", highlight=False)
+    for case in results.cases:
+        console.print(table(case))
     console.print(
-        "Monolithic: a chunk is sent after its own forward. Layer-wise: its layers are sent while the forward runs.\n"
-        f"Paced: a virtual link of {results.link_gbps:g} Gb/s carries every submission of either mode alike; loopback "
-        "is too fast to show much.\n"
-        "Exposed: from the end of the forward until the decode may use the KV. Medians where a way ran several times.",
+        "Monolithic: a chunk is sent after its own forward. Layer-wise: its layers are sent while the forward runs. "
+        f"Paced: a virtual link of {results.link_gbps:g} Gb/s carries every submission of either way alike, because "
+        "loopback is too fast to show much. Exposed: from the end of the forward until the decode may use the KV. Token 1: "
+        "from the start of the forward until the decode has the first token. ×N: medians of N runs.",
         style="dim",
         highlight=False,
     )
     for case in results.cases:
         show_case(case, results.texts.get(case.name, ""), console)
+    console.print()
     for case in results.cases:
         for remark in case.equal.remarks:
             console.print(f"[red]{escape(case.name)}: {escape(remark)}[/]", highlight=False)
     verdict = "[bold green]EQUAL[/]" if results.ok else "[bold red]NOT EQUAL[/]"
-    console.print(f"{verdict}: tokens, logits, pages and draft pages against the single-process run, bit by bit.")
+    console.print(f"{verdict} to the single process: tokens, logits, pages, draft pages, bit by bit.", highlight=False)
 
 
-def table(results: Results) -> Table:
-    """One row per prompt and mode."""
-    grid = Table(
-        title=f"{results.model} over {results.engine} (completion: {results.completion_mode})", title_style="bold"
-    )
-    for heading in ("prompt", "way"):
-        grid.add_column(heading, no_wrap=True)
-    for heading in ("tokens", "pages", "MB", "forward s", "exposed ms", "first token s"):
-        grid.add_column(heading, justify="right")
-    for heading in ("tokens equal", "logits", "pages", "draft"):
-        grid.add_column(heading, justify="center")
-    for case in results.cases:
-        for number, (mode, timing) in enumerate(case.timings.items()):
-            name = case.name if number == 0 else ""
-            grid.add_row(*_row(case, name, mode, timing), end_section=number == len(case.timings) - 1)
+def table(case: Case) -> Table:
+    """One row per way. Fits a terminal of 80 columns."""
+    title = f"{case.name}: {len(case.ids)} prompt tokens, {case.pages} pages"
+    if case.prefill_prefix:
+        title += f"; kept prefix: {case.prefill_prefix} on prefill, {case.decode_prefix} on decode"
+    grid = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    grid.add_column("way", no_wrap=True)
+    for heading in FIGURES:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for heading in EQUALS:
+        grid.add_column(heading, justify="center", no_wrap=True)
+    for mode, timing in case.timings.items():
+        grid.add_row(*_row(case, mode, timing))
     return grid
 
 
-def _row(case: Case, name: str, mode: str, timing: Timing) -> list[str]:
+def _row(case: Case, mode: str, timing: Timing) -> list[str]:
     runs = case.transfers.get(mode, [])
-    times = f" ×{len(runs)}" if len(runs) > 1 else ""
-    cells = [escape(name), TITLES[mode] + times]
-    if runs:
-        equal = runs[0].equal
-        for run in runs[1:]:
-            equal &= run.equal
-        prefix = f" ({case.decode_prefix} kept)" if case.decode_prefix else ""
-        cells += [f"{len(case.ids)}{prefix}", str(case.pages), f"{runs[-1].prefill.bytes / 1e6:.1f}"]
-        marks = _marks(equal)
-    else:
-        prefix = f" ({case.prefill_prefix} kept)" if case.prefill_prefix else ""
-        cells += [f"{len(case.ids)}{prefix}", "–", "–"]
-        marks = ["–"] * 4
-    exposed = f"{timing.exposed_s * 1e3:.1f}" if runs else "–"
-    return [*cells, f"{timing.forward_s:.3f}", exposed, f"{timing.ttft_s:.3f}", *marks]
+    if not runs:
+        return [TITLES[mode], "–", f"{timing.forward_s:.3f}", "–", f"{timing.ttft_s:.3f}", *["–"] * len(EQUALS)]
+    return [
+        TITLES[mode] + (f" ×{len(runs)}" if len(runs) > 1 else ""),
+        f"{runs[-1].prefill.bytes / 1e6:.1f}",
+        f"{timing.forward_s:.3f}",
+        f"{timing.exposed_s * 1e3:.1f}",
+        f"{timing.ttft_s:.3f}",
+        *_marks(reduce(and_, (run.equal for run in runs))),
+    ]
 
 
 def _marks(equal: Equal) -> list[str]:
@@ -86,27 +89,29 @@ def show_case(case: Case, text: str, console: Console) -> None:
     transfer = case.layerwise
     if transfer is None:
         return
+    console.print()
     console.rule(escape(case.name), align="left")
     console.print(f"[bold]decode says:[/] {escape(text.strip())}", highlight=False)
     for suffix in ("", "_paced"):
-        console.print(*gain(case, suffix), highlight=False)
+        if sentence := gain(case, suffix):
+            console.print(sentence, highlight=False)
     console.print()
     for line in draw(timeline(transfer), console.width):
         console.print(line, no_wrap=True, overflow="crop", highlight=False)
 
 
-def gain(case: Case, suffix: str) -> list[str]:
-    """Layer-wise against monolithic, in one sentence; nothing if one of them did not run."""
+def gain(case: Case, suffix: str) -> str:
+    """Layer-wise against monolithic, in one sentence; empty if one of them did not run."""
     monolithic, layerwise = (case.timings.get(mode + suffix) for mode in ("monolithic", "layerwise"))
     if monolithic is None or layerwise is None:
-        return []
+        return ""
     runs = len(case.transfers["layerwise" + suffix])
-    median = f", median of {runs}" if runs > 1 else ""
-    link = "paced link" if suffix else "loopback"
-    return [
-        f"exposed over {link}{median}: monolithic {monolithic.exposed_s * 1e3:.1f} ms, "
-        f"layer-wise {layerwise.exposed_s * 1e3:.1f} ms"
-    ]
+    link = "the paced link" if suffix else "loopback"
+    median = f" (medians of {runs})" if runs > 1 else ""
+    return (
+        f"exposed over {link}: monolithic {monolithic.exposed_s * 1e3:.1f} ms, "
+        f"layer-wise {layerwise.exposed_s * 1e3:.1f} ms{median}"
+    )
 
 
 def timeline(transfer: Transfer) -> Timeline:
