@@ -1,0 +1,1 @@
+"""The command line: `main` parses, each command is a module of its own."""
