@@ -21,7 +21,7 @@ from orchestrator.engines.daemon import in_daemon_thread
 from orchestrator.engines.draining import POLL_INTERVAL, drain, poll_guarded
 from orchestrator.engines.mooncake_abi import Abi
 from orchestrator.engines.mooncake_completion import BatchStatus, Completion, OneBlock
-from orchestrator.engines.mooncake_contact import first_contact
+from orchestrator.engines.mooncake_contact import FirstContacts
 from protocols.blocks import Blocks
 from protocols.errors import BrokenPeerError, ClosedError, ConfigError, EngineUnavailableError
 from protocols.ids import Session
@@ -67,23 +67,27 @@ class MooncakeEngine:
             raise EngineUnavailableError("mooncake could not start", host=host, transport=transport, code=code)
         self.limits = limits or EngineLimits()
         self.session = Session(f"{host}:{native.get_rpc_port()}")
-        self._host = host
         self._native: Any = native
         self._abi = Abi(str(module.__file__), native.get_engine_ptr())
         self._features = features
         self._completion = self._choose(completion)
         self._regions = Regions()
         self._connected: set[Session] = set()
+        self._first_contacts = FirstContacts(host, native, self._abi_for(mooncake_abi.OPEN_SEGMENT))
         self._contacts: dict[Session, asyncio.Future[str]] = {}
         self._closing: asyncio.Task[None] | None = None
         self.info = EngineInfo("mooncake", mooncake_env.installed_version(), transport, self._completion.mode)
 
     def _choose(self, wish: CompletionMode) -> Completion[Any]:
         if wish == "batch-status":
-            if mooncake_abi.BATCH_STATUS in self._features:
-                return BatchStatus(self._native.batch_transfer_async_write, self._abi)
+            abi = self._abi_for(mooncake_abi.BATCH_STATUS)
+            if abi is not None:
+                return BatchStatus(self._native.batch_transfer_async_write, abi)
             log.warning("mooncake's batch status may not be used on this machine; asking for every block instead")
         return OneBlock(self._native.transfer_submit_write, self._native.transfer_check_status)
+
+    def _abi_for(self, feature: str) -> Abi | None:
+        return self._abi if feature in self._features else None
 
     @property
     def pending(self) -> int:
@@ -127,8 +131,7 @@ class MooncakeEngine:
     async def _contact(self, session: Session) -> str:
         contact = self._contacts.get(session)
         if contact is None:
-            abi = self._abi if mooncake_abi.OPEN_SEGMENT in self._features else None
-            call = partial(first_contact, self._host, session, self._native, abi)
+            call = partial(self._first_contacts.contact, session)
             contact = in_daemon_thread(call, name=f"kvferry-connect-{session}")
             self._contacts[session] = contact
             contact.add_done_callback(lambda _: self._contacts.pop(session))
@@ -159,9 +162,8 @@ class MooncakeEngine:
     async def close(self, drain_timeout: float) -> None:
         """As the contract says; cancelling leaves the end to itself, and a second call waits for the same end.
 
-        First contacts still in their threads are waited for, since they use the engine; one that hangs in the opening
-        of a segment may take a minute. The GIL is released if this machine's wheel passed the self-test, else it is
-        held for up to a second.
+        A first contact that hangs in the opening of a segment is waited for, up to a minute; one that hangs in its
+        probe is not. The GIL is released if this machine's wheel passed the self-test, else held for up to a second.
         """
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close(drain_timeout))
@@ -169,17 +171,16 @@ class MooncakeEngine:
 
     async def _close(self, drain_timeout: float) -> None:
         await drain(self, drain_timeout)
-        await asyncio.gather(*self._contacts.values(), return_exceptions=True)
         self._completion.abandon()
-        last = [self._native]
-        self._native = None
-        abi = self._abi if mooncake_abi.FREE_ENGINE in self._features else None
-        await in_daemon_thread(partial(_delete, last, abi), name=f"kvferry-close-{self.session}")
+        last, self._native = [self._native], None
+        call = partial(_delete, last, self._first_contacts, self._abi_for(mooncake_abi.FREE_ENGINE))
+        await in_daemon_thread(call, name=f"kvferry-close-{self.session}")
         self._completion.finish()
 
 
-def _delete(last: list[Any], abi: Abi | None) -> None:
+def _delete(last: list[Any], contacts: FirstContacts, abi: Abi | None) -> None:
     """Delete the native engine, of which ``last`` holds the last reference."""
+    contacts.shut()
     if abi is not None:
         abi.free_engine()
     last.clear()

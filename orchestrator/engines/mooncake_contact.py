@@ -31,22 +31,48 @@ def _make_scout(host: str) -> Any:
     return scout
 
 
-def first_contact(host: str, session: Session, native: Any, abi: Abi | None) -> str:
-    """Probe, then open the peer's segment on ``native``; return what went wrong, "" for nothing.
+class FirstContacts:
+    """First contacts of one native engine, each in a daemon thread, and their end."""
 
-    Blocks, up to minutes: for a daemon thread, whose frames keep ``native`` alive meanwhile. The answer is a string and
-    not an exception because a kept traceback would keep it alive past its end.
+    def __init__(self, host: str, native: Any, abi: Abi | None) -> None:
+        """``abi`` only if its ``open_segment`` may be used.
 
-    Without ``abi`` the only call of the binding that opens and sends nothing is an empty write. It holds the binding's
-    lock, so a peer that falls silent between the probe and this call stalls every submission for up to a minute.
-    """
-    with _scout_lock:
-        scout = _make_scout(host)
-    if scout.send_probe(session) != 0:
-        return "the peer does not answer"
-    if abi is not None:
-        opened = abi.open_segment(session)
-    else:
+        Without it the one call of the binding that opens and sends nothing is an empty write. It holds the binding's
+        lock, so a peer that falls silent between probe and opening stalls every submission for up to a minute.
+        """
+        self._host = host
+        self._native = native
+        self._abi = abi
+        self._opening = 0
+        self._changed = threading.Condition()
+
+    def contact(self, session: Session) -> str:
+        """Probe, then open; return what went wrong, "" for nothing. Blocks, up to minutes."""
+        with _scout_lock:
+            scout = _make_scout(self._host)
+        if scout.send_probe(session) != 0:
+            return "the peer does not answer"
+        with self._changed:
+            if self._native is None:
+                return "the engine was closed meanwhile"
+            native = self._native
+            self._opening += 1
+        try:
+            return "" if self._open(native, session) else "the peer's segment cannot be opened"
+        finally:
+            del native  # before anybody is told: the last reference to go deletes the engine
+            with self._changed:
+                self._opening -= 1
+                self._changed.notify_all()
+
+    def _open(self, native: Any, session: Session) -> bool:
+        if self._abi is not None:
+            return self._abi.open_segment(session)
         ident = native.transfer_submit_write(session, 0, 0, 0)
-        opened = ident != 0 and native.transfer_check_status(ident) == 1
-    return "" if opened else "the peer's segment cannot be opened"
+        return bool(ident != 0 and native.transfer_check_status(ident) == 1)
+
+    def shut(self) -> None:
+        """Let none touch the native engine any more; blocks while one does. Probes are not waited for."""
+        with self._changed:
+            self._native = None
+            self._changed.wait_for(lambda: self._opening == 0)

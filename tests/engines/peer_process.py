@@ -47,8 +47,10 @@ class PeerProcess:
         """How many of the first ``blocks`` blocks of ``block`` bytes hold nothing but ``value``."""
         return int(await asyncio.to_thread(self._ask, f"{value} {block} {blocks}"))
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
+        """Returns when all of its threads stand still, which is later than the signal."""
         os.kill(self._child.pid, signal.SIGSTOP)
+        await asyncio.to_thread(os.waitid, os.P_PID, self._child.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         os.kill(self._child.pid, signal.SIGCONT)
