@@ -39,8 +39,7 @@ def run_doctor(*, as_json: bool) -> int:
 
 def packages() -> list[Finding]:
     found = [Finding("python", "ok", f"{platform.python_version()} on {platform.machine()}")]
-    for name in ("kvferry", "pyzmq", "msgspec", "numpy"):
-        found.append(Finding(name, "ok", version(name)))
+    found += [Finding(name, "ok", version(name)) for name in ("kvferry", "pyzmq", "msgspec", "numpy")]
     try:
         found.append(Finding("uvloop", "ok", version("uvloop")))
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
 """What a hook costs the forward thread: non-boundary and boundary layers, with many active chunks.
 
 The loop runs in its own thread as in a worker. Before each hook the forward thread does a layer's worth of Python
-(about 20 µs of launches), and once a group it leaves the GIL, so that a deposit finds the loop asleep: the dearest case.
+(about 20 µs), and once a group it leaves the GIL, so that a deposit finds the loop asleep: the dearest case.
 Events are the host's: the cost of recording one, which is CUDA's own, is not in the figure.
 """
 
