@@ -1,4 +1,4 @@
-"""Ranges, page tables, the owner filter and the block math together: what a chunk writes, byte for byte."""
+"""Ranges, page tables, the owner filter and the planner together: what a chunk writes, byte for byte."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from orchestrator.pages.ownership import owned_pages
 from orchestrator.pages.ranges import Range, chunk_ranges
 from orchestrator.pages.tables import mask_table
-from protocols.blocks import Blocks, Ints, layer_blocks, merge_runs, position_runs
+from protocols.blocks import Blocks, Ints, layer_blocks
 from protocols.coverage import Expected, Ledger
 from protocols.layout import CpMode
+from protocols.planning import ChunkPlan, plan_chunk
 
 ITEM_LEN = 24
 SRC_BASE, DST_BASE = 1 << 20, 1 << 30
@@ -42,18 +43,15 @@ class Request:
     def ranges(self) -> tuple[Range, ...]:
         return chunk_ranges(self.prompt, self.chunks, self.page_size, self.prefix)
 
-    def plan(self, part: Range, rank: int, mode: CpMode, size: int) -> tuple[Ints, Ints, Ints]:
-        """One rank's (positions, source pages, destination pages) of one range."""
+    def plan(self, part: Range, rank: int, mode: CpMode, size: int) -> ChunkPlan:
+        """One rank's plan of one range."""
         table = mask_table(self.row, part.end_token, self.page_size)
         first, count = part.positions(self.page_size)
         pages, positions = owned_pages(table[first : first + count], first, mode, rank, size)
-        wanted = positions >= self.decode_prefix_pages
-        pages, positions = pages[wanted], positions[wanted]
-        return positions, pages, self.offer[positions - self.decode_prefix_pages]
+        return plan_chunk(pages, positions, self.decode_prefix_pages, self.offer)
 
     def blocks(self, part: Range, rank: int, mode: CpMode, size: int) -> Blocks:
-        _, src, dst = self.plan(part, rank, mode, size)
-        return layer_blocks(merge_runs(src, dst), SRC_BASE, DST_BASE, ITEM_LEN)
+        return layer_blocks(self.plan(part, rank, mode, size).runs, SRC_BASE, DST_BASE, ITEM_LEN)
 
 
 @st.composite
@@ -85,6 +83,11 @@ def bytes_of(blocks: Blocks) -> Counter[tuple[int, int]]:
     for src, dst, length in zip(blocks.src.tolist(), blocks.dst.tolist(), blocks.length.tolist(), strict=True):
         moved.update((src + nth, dst + nth) for nth in range(length))
     return moved
+
+
+def run_pages(firsts: Ints, counts: Ints) -> list[int]:
+    runs = zip(firsts.tolist(), counts.tolist(), strict=True)
+    return [first + nth for first, count in runs for nth in range(count)]
 
 
 def whole(request: Request) -> Counter[tuple[int, int]]:
@@ -123,7 +126,8 @@ def test_no_chunk_touches_another_chunks_destination_pages(request_: Request) ->
     owner: dict[int, int] = {}
     for nth, part in enumerate(request_.ranges()):
         for rank in range(request_.size):
-            for page in request_.plan(part, rank, request_.mode, request_.size)[2].tolist():
+            runs = request_.plan(part, rank, request_.mode, request_.size).runs
+            for page in run_pages(runs.dst, runs.count):
                 assert owner.setdefault(page, nth) == nth
     assert sorted(owner) == sorted(request_.offer.tolist())
 
@@ -134,7 +138,8 @@ def test_no_plan_reads_a_page_of_the_stale_tail(request_: Request) -> None:
     mine = set(request_.row[: request_.pages])
     for part in request_.ranges():
         for rank in range(request_.size):
-            assert set(request_.plan(part, rank, request_.mode, request_.size)[1].tolist()) <= mine
+            runs = request_.plan(part, rank, request_.mode, request_.size).runs
+            assert set(run_pages(runs.src, runs.count)) <= mine
 
 
 @pytest.mark.row("N5")
@@ -145,7 +150,7 @@ def test_what_the_ranks_report_is_exactly_what_the_decode_expects(request_: Requ
     for rank in range(request_.size):
         ledger = Ledger()
         for part in request_.ranges():
-            positions, _, _ = request_.plan(part, rank, request_.mode, request_.size)
-            ledger.landed([BUFFER], {BUFFER: ITEM_LEN}, position_runs(positions))
+            plan = request_.plan(part, rank, request_.mode, request_.size)
+            ledger.landed([BUFFER], {BUFFER: ITEM_LEN}, plan.positions)
         expected.add(ledger.coverage())
     expected.check()
