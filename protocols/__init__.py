@@ -5,6 +5,7 @@ errors         one tree of exceptions; whose fault it is stands in the type
 ids            room and chunk keys, incarnations, sessions
 layout         what a worker's memory looks like; whether two layouts fit; pairs of buffers
 blocks         page lists to (source, destination, length) blocks
+planning       which source bytes of a chunk go to which bytes of a destination
 coverage       what landed, told by the sender and proven by the receiver
 messages       wire protocol 1 as tagged structs
 codec          frames to messages and back

@@ -56,7 +56,7 @@ def test_no_tokens_need_no_row() -> None:
         (np.zeros((2, 4), np.int64), 4, 1, "one-dimensional"),
         (np.array(4), 1, 1, "one-dimensional"),
         (None, 1, 1, "one-dimensional"),
-        ({0: 1}, 1, 1, "one-dimensional|no array|integers"),
+        ({0: 1}, 1, 1, "one-dimensional"),
         ([1], -1, 1, "page size"),
         ([1], 1, 0, "page size"),
     ],
