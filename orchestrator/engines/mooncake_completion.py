@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from orchestrator.engines.base import Batch
 from orchestrator.engines.mooncake_abi import COMPLETED, FAILED, WAITING, Abi
@@ -42,14 +42,8 @@ class _Counted(Batch):
         self.left = len(blocks)
 
 
-class _Verdict(NamedTuple):
-    """``blocks`` blocks of a batch are terminal; if there is a reason, it is block ``failed``, and why it failed."""
-
-    batch: _Counted
-    blocks: int
-    failed: int = 0
-    reason: str = ""
-
+_Verdict = tuple[_Counted, int, int, str]
+"""(batch, n, index, reason): ``n`` of its blocks are terminal; if there is a reason, block ``index`` failed of it."""
 
 Entry = TypeVar("Entry")
 
@@ -107,7 +101,7 @@ class Completion(ABC, Generic[Entry]):
         for queue in self._queues.values():
             for entry in queue:
                 batch, indices = self._open_blocks(entry)
-                self._verdicts.extend(_Verdict(batch, 1, index, CLOSED_REASON) for index in indices)
+                self._verdicts.extend((batch, 1, index, CLOSED_REASON) for index in indices)
         self._queues.clear()
         self._abandoned = True
         self._forget_engine()
@@ -129,12 +123,12 @@ class Completion(ABC, Generic[Entry]):
     def _deliver(self) -> int:
         delivered = 0
         while self._verdicts:
-            batch, blocks, failed, reason = self._verdicts.popleft()
-            delivered += blocks
-            batch.left -= blocks
+            batch, count, index, reason = self._verdicts.popleft()
+            delivered += count
+            batch.left -= count
             try:
                 if reason:
-                    batch.fail_block(failed, reason)
+                    batch.fail_block(index, reason)
             finally:
                 if batch.left == 0:
                     self.pending -= 1
@@ -178,9 +172,9 @@ class OneBlock(Completion[tuple[int, _Counted, int]]):
         ident, batch, index = entry
         status = self._check_status(ident)
         if status == 1:
-            self._verdicts.append(_Verdict(batch, 1))
+            self._verdicts.append((batch, 1, 0, ""))
         elif status == -1:
-            self._verdicts.append(_Verdict(batch, 1, index, FAILED_REASON))
+            self._verdicts.append((batch, 1, index, FAILED_REASON))
         else:  # running; -2 is a native timeout, which stops nothing and leaves the id alive
             return False
         return True
@@ -234,7 +228,7 @@ class BatchStatus(Completion[_Flight]):
             if state == WAITING:
                 return False
             if state == COMPLETED:
-                self._verdicts.append(_Verdict(entry.batch, len(entry.open)))
+                self._verdicts.append((entry.batch, len(entry.open), 0, ""))
                 self._free(entry.ident)
                 return True
             entry.singly = True
@@ -247,9 +241,9 @@ class BatchStatus(Completion[_Flight]):
     def _terminal(self, entry: _Flight, index: int) -> bool:
         state = self._abi.task_status(entry.ident, index)
         if state == COMPLETED:
-            self._verdicts.append(_Verdict(entry.batch, 1))
+            self._verdicts.append((entry.batch, 1, 0, ""))
         elif state == FAILED:
-            self._verdicts.append(_Verdict(entry.batch, 1, index, FAILED_REASON))
+            self._verdicts.append((entry.batch, 1, index, FAILED_REASON))
         else:
             return False
         return True

@@ -79,7 +79,7 @@ def prepare(environ: MutableMapping[str, str], *, already_imported: bool = False
     for name, reason in refusals(environ):
         hint = "Unset it"
         if already_imported:
-            hint = f"Unset it and import orchestrator.engines.mooncake before anything imports {MODULE}"
+            hint = f"Unset it, and call orchestrator.engines.mooncake_env.load() before anything imports {MODULE}"
         raise ConfigError(
             f"{name} is set to a value kvferry cannot work with: {reason}", hint=hint, value=environ[name]
         )

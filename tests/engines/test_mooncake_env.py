@@ -160,7 +160,7 @@ from protocols.errors import ConfigError
 try:
     mooncake_env.load()
 except ConfigError as error:
-    assert "import orchestrator.engines.mooncake before" in str(error)
+    assert "load() before anything imports" in str(error)
     raise SystemExit(7)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 7
