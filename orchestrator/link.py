@@ -175,8 +175,9 @@ class Link:
     def open_room(self, key: RoomKey) -> None:
         """A room depends on this peer: ping it until the room is closed."""
         now = self._clock.now()
-        if not self._open:
+        if not self._open:  # silence is counted from here, also for a peer that was silent before
             self._last_heard = now
+            self.silent = False
         self._open[key] = now
         if self._heartbeat is None and not self.closed:
             self._heartbeat = self._clock.call_later(self._config.ping_interval_s, self._beat)
