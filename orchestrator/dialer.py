@@ -136,30 +136,37 @@ class Dialer:
         try:
             envelope = decode_envelope(frame)
         except MalformedFrameError:
-            self.bad_frames += 1
+            self._count_bad_frame(dial.link)
             return
         link = dial.link
         if envelope.type == "wrong_incarnation" or (link.up and envelope.src != link.peer):
             if link.up:
                 self._owner.peer_gone(link, "the prefill worker was restarted")
         elif envelope.dst not in (self._me, b""):
-            self.bad_frames += 1
+            self._count_bad_frame(link)
         elif link.up and envelope.type not in ("hello", "welcome", "refused"):
             link.receive(envelope, frame)
         else:
             self._handshake(address, dial, envelope, frame)
+
+    def _count_bad_frame(self, link: Link) -> None:
+        self.bad_frames += 1
+        if link.up:
+            link.count_bad_frame()
 
     def _handshake(self, address: str, dial: _Dial, envelope: Envelope, frame: bytes) -> None:
         try:
             if envelope.v != PROTOCOL_VERSION:
                 raise RefusedError("another protocol version", protocol=f"{PROTOCOL_VERSION} != {envelope.v}")
             self._greet(address, dial, Incarnation(envelope.src), decode(frame))
-        except RefusedError as exc:
-            self._fail(address, RefusedError(exc.what, hint=exc.hint, address=address, **exc.data))
-        except MalformedFrameError as exc:
-            self._fail(
-                address, RefusedError(f"the peer is no prefill worker of this version: {exc.what}", address=address)
-            )
+        except (RefusedError, MalformedFrameError) as exc:
+            if dial.link.up:  # too late to refuse it: rooms are open, and a greeting repeated badly changes nothing
+                self._count_bad_frame(dial.link)
+                return
+            what = exc.what
+            if isinstance(exc, MalformedFrameError):
+                what = f"the peer is no prefill worker of this version: {what}"
+            self._fail(address, RefusedError(what, hint=exc.hint, address=address, **exc.data))
 
     def _greet(self, address: str, dial: _Dial, src: Incarnation, message: AnyMessage) -> None:
         link = dial.link

@@ -152,7 +152,10 @@ class Link:
                 message = None
                 raise MalformedFrameError("sequenced where it must not be, or the reverse", type=envelope.type)
         except MalformedFrameError as exc:
-            self._bad(frame, exc)
+            key = room_named_by(frame)
+            if key is not None:
+                self._owner.on_bad_body(self, key, exc)
+            self.count_bad_frame()
         if envelope.seq:
             for ready in self._channel.receive(envelope.seq, message):
                 self._owner.on_message(self, ready)
@@ -162,12 +165,10 @@ class Link:
         elif message is not None and not isinstance(message, Pong):
             self._owner.on_message(self, message)
 
-    def _bad(self, frame: bytes, error: MalformedFrameError) -> None:
+    def count_bad_frame(self) -> None:
+        """The peer sent a frame that does not decode, or that says what it may not say now; too many end it."""
         self.bad_frames += 1
-        key = room_named_by(frame)
-        if key is not None:
-            self._owner.on_bad_body(self, key, error)
-        if self.bad_frames > self._config.max_bad_frames:
+        if self.bad_frames > self._config.max_bad_frames and not self.closed:
             self._owner.on_broken(self, BrokenPeerError("too many undecodable frames", frames=self.bad_frames))
 
     # -- heartbeats ----------------------------------------------------------------------------------------------

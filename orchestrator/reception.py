@@ -79,6 +79,7 @@ class Reception:
 
     def on_frame(self, identity: bytes, frame: bytes) -> None:
         """A frame from the control endpoint. Never raises for what a peer sends (C7)."""
+        link = self.links.get(Incarnation(identity))
         try:
             envelope = decode_envelope(frame)
             if envelope.src != identity:
@@ -86,8 +87,9 @@ class Reception:
         except MalformedFrameError as exc:
             self._counters["bad_frames"] += 1
             self._log.warning("bad_frame", "a frame was dropped: %s", exc)
+            if link is not None:
+                link.count_bad_frame()
             return
-        link = self.links.get(Incarnation(identity))
         if envelope.type == "hello":
             self._on_hello(envelope, frame)
         elif envelope.dst != self._me:
