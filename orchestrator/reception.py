@@ -128,6 +128,9 @@ class Reception:
             fields = {name: str(value)[:500] for name, value in exc.data.items()}
             self._reply(envelope, Refused(reason=exc.what[:4000], fields=fields))
             return
+        if known is not None and known.hello is not None and hello.dial < known.hello.dial:
+            self._counters["late_messages"] += 1  # of a connection the peer has left
+            return
         if known is not None and known.hello is not None and known.hello.dial != hello.dial:
             self._sender.peer_gone(known, "the decode worker dialled anew")
             known = None
