@@ -44,7 +44,7 @@ async def _send_groups(chunk: Chunk, room: PrefillRoom) -> None:
     try:
         while (group := await chunk.next_group()) is not None:
             await asyncio.shield(group.ready)
-            fresh = tuple(layer for layer in group.layers if layer not in chunk.taken)
+            fresh = tuple(layer for layer in dict.fromkeys(group.layers) if layer not in chunk.taken)
             chunk.taken.update(fresh)
             room.hand_over(chunk, "group", room.hooked_buffers(fresh), group)
     except (TransferError, MismatchError):
