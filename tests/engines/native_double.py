@@ -9,6 +9,19 @@ from types import ModuleType
 
 WAITING, LANDED, FAILED, TIMED_OUT = 0, 1, -1, -2
 
+ALLOWED = {
+    "initialize",
+    "get_rpc_port",
+    "get_engine_ptr",
+    "register_memory",
+    "unregister_memory",
+    "send_probe",
+    "transfer_submit_write",
+    "transfer_check_status",
+    "batch_transfer_async_write",
+}
+"""The native calls this package makes: asynchronous writes, their status, and an engine's own life."""
+
 
 class NativeDouble:
     """Stands for ``mooncake.engine.TransferEngine``. Any call it does not have is an AttributeError."""
