@@ -7,7 +7,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from orchestrator.clock import Clock
 from orchestrator.config import Config
@@ -17,14 +20,25 @@ from orchestrator.engines.base import Engine
 from orchestrator.link import Link, flushed
 from orchestrator.log import RateLimited
 from orchestrator.outcome import Outcome
-from orchestrator.progress import Pacer
 from orchestrator.registry import Registry, Verdict
+from orchestrator.rollover import EngineRollover, MakeEngine
 from orchestrator.wire import ControlNetwork
-from protocols.errors import AbortedError, BrokenPeerError, KvferryError, MalformedFrameError, TransferError
+from protocols.errors import AbortedError, BrokenPeerError, BusyError, KvferryError, MalformedFrameError, TransferError
 from protocols.ids import Incarnation, RoomKey, Session
 from protocols.layout import Layout
-from protocols.leases import LeaseBook
-from protocols.messages import Abort, AbortAck, AnyMessage, Bye, Done
+from protocols.leases import LeaseBook, UnitState
+from protocols.messages import Abort, AbortAck, AnyMessage, Bye, Done, RolloverAck
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """One room's units that are not free although it has ended: why, since when (monotonic seconds), how many."""
+
+    key: RoomKey
+    why: str
+    since: float
+    unknown: int
+    in_doubt: int
 
 
 class Receiver:
@@ -41,13 +55,14 @@ class Receiver:
         clock: Clock,
         rng: random.Random,
         loop: asyncio.AbstractEventLoop,
-        pacer: Pacer,
+        make_engine: MakeEngine | None = None,
     ) -> None:
         self.layout = layout
         self.engine = engine
         self.session: Session = engine.session
         self.config = config
         self.clock = clock
+        self.loop = loop
         self.log = RateLimited("kvferry.decode", clock.now, config.log_burst)
         self.counters: Counter[str] = Counter()
         self.rooms: Registry[DecodeRoom] = Registry(clock, config.tombstone_s)
@@ -65,17 +80,57 @@ class Receiver:
             loop=loop,
             owner=self,
         )
-        pacer.add(engine)
+        self.rollover = EngineRollover(self, make_engine)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def stop(self, reason: str = "the decode worker is shutting down") -> None:
         """Abort what is live, let the peers acknowledge, close. Units that are not quiet stay leased: only the end
         of this process, or of its engine, makes them so."""
         for room in self.rooms:
             room.fail(AbortedError(reason, origin="decode"))
-        for link in self.dialer.links.values():
+        for link in list(self.dialer.links.values()):
             link.post(Bye(deadline_ms=0))
         await flushed(self.dialer.links.values(), self.clock)
+        await self.rollover.close()
         await self.dialer.close()
+
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine and keep it alive until it is done."""
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # -- engine and quarantine -----------------------------------------------------------------------------------
+
+    def use_engine(self, engine: Engine) -> None:
+        """Offers and Hellos name this engine's session from now on."""
+        self.engine = engine
+        self.session = engine.session
+        self.dialer.use_engine(engine)
+
+    def fenced(self, session: Session) -> None:
+        """The engine of that session is deleted: its failed leases are free, and their rooms over."""
+        self.counters["fences"] += 1
+        self.book.fence(session)
+        for room in self.rooms:
+            room.check_quiet()
+
+    def check_quarantine(self) -> None:
+        """Roll the engine over when quarantine has passed its limit and another engine can be made."""
+        units = self.book.quarantined()
+        if units >= self.config.rollover_at_units and self.rollover.possible:
+            self.rollover.start(f"{units} units are quarantined")
+
+    def quarantine(self) -> list[Quarantined]:
+        """What is in quarantine, and why."""
+        found = [
+            Quarantined(
+                lease.key, lease.why, lease.since, lease.count(UnitState.UNKNOWN), lease.count(UnitState.IN_DOUBT)
+            )
+            for lease in self.book.leases()
+        ]
+        return [entry for entry in found if entry.unknown or entry.in_doubt]
 
     # -- rooms ---------------------------------------------------------------------------------------------------
 
@@ -95,6 +150,7 @@ class Receiver:
             room.fail(outcome.error or AbortedError("aborted"))
             return
         try:
+            self._check_room_for_more()
             room.lease()
         except KvferryError as exc:
             failure = TransferError(exc.what, **exc.data)
@@ -106,6 +162,16 @@ class Receiver:
             return
         for rank in room.ranks:
             self.dialer.when_up(rank.address, partial(self._up, room, rank), partial(self._unreachable, room))
+
+    def _check_room_for_more(self) -> None:
+        """At the bound new work is refused: a pool that is mostly quarantined serves nobody."""
+        units = self.book.quarantined()
+        if units >= self.config.quarantine_limit_units:
+            raise BusyError(
+                "too many units are quarantined",
+                units=units,
+                hint="Roll the engine over, or restart the decode worker.",
+            )
 
     def _up(self, room: DecodeRoom, rank: Rank, link: Link) -> None:
         if not room.outcome.failed:
@@ -124,6 +190,7 @@ class Receiver:
 
     def room_ended(self, room: DecodeRoom) -> None:
         self.rooms.end(room.key, Verdict(room.outcome, {}))
+        self.rollover.room_ended()
         if room.outcome.failed:
             self.counters["rooms_failed"] += 1
             self.log.warning("room_failed", "room %s failed: %s", room.key, room.outcome.error)
@@ -136,6 +203,7 @@ class Receiver:
         lease = self.book.get(room.key)
         units = len(lease.units) if lease is not None else 0
         self.counters["quarantines"] += 1
+        self.loop.call_soon(self.check_quarantine)
         self.log.warning("quarantine", "room %s: %d units are quarantined: %s", room.key, units, room.outcome.error)
 
     # -- LinkOwner -----------------------------------------------------------------------------------------------
@@ -152,6 +220,9 @@ class Receiver:
     def _handle(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Bye):
             self.peer_gone(link, "the prefill worker said goodbye")
+            return
+        if isinstance(message, RolloverAck):
+            self.rollover.acked(link, message.session)
             return
         if not isinstance(message, (Done, Abort, AbortAck)):
             self.counters["unexpected_messages"] += 1
@@ -188,6 +259,7 @@ class Receiver:
     def peer_gone(self, link: Link, reason: str) -> None:
         """This incarnation is gone: its rooms fail, what it was writing is in doubt."""
         self.dialer.forget(link)
+        self.rollover.peer_gone(link)
         for room in self.rooms:
             rank = room.rank_of(link)
             if rank is not None and rank.done is None:

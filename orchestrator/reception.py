@@ -60,7 +60,7 @@ class Reception:
 
     async def say_bye(self) -> None:
         """Tell every peer that we leave, and let those that answer acknowledge."""
-        for link in self.links.values():
+        for link in list(self.links.values()):
             link.post(Bye(deadline_ms=0))
         await flushed(self.links.values(), self._sender.clock)
 

@@ -221,9 +221,10 @@ class Sender:
 
     def peer_gone(self, link: Link, reason: str) -> None:
         """This incarnation is gone: its rooms fail, and it is forgotten."""
-        for key in link.rooms:
+        rooms = link.rooms
+        self.reception.forget(link)  # first: what the rooms have to say to this peer must not try to reach it
+        for key in rooms:
             self.abort(key, TransferError(reason, peer=link.peer.hex()[:8]))
-        self.reception.forget(link)
 
     def on_bad_body(self, link: Link, key: RoomKey, error: MalformedFrameError) -> None:
         room = self.rooms.live(key)
