@@ -122,6 +122,11 @@ class PrefillRoom:
         destination.link.open_room(self.key)
         self._check_ready()
 
+    @property
+    def is_complete(self) -> bool:
+        """Every destination it was told of has offered: another peer is none of its business."""
+        return self._expected is not None and len(self.destinations) >= self._expected
+
     async def all_offered(self) -> None:
         """Return when every destination has offered and can be written to."""
         await asyncio.shield(self._offered)
@@ -129,7 +134,7 @@ class PrefillRoom:
     def _check_ready(self) -> None:
         if self.machine.state is not PrefillState.WAITING or not self.chunks:
             return
-        if self._expected is None or len(self.destinations) < self._expected:
+        if not self.is_complete:
             return
         if not all(destination.connected for destination in self.destinations.values()):
             return

@@ -160,7 +160,8 @@ class Sender:
         if newest is None or newest.gen == key.gen:
             return True
         if newest.gen > key.gen:
-            self.rooms.open(key).fail(TransferError("a newer generation of this room is live", newer=newest.gen))
+            if self.rooms.live(key) is None and self.rooms.verdict(key) is None:
+                self._bury(key, TransferError("a newer generation of this room is live", newer=newest.gen))
             return False
         older = self.rooms.live(newest)
         if older is not None:
@@ -178,6 +179,13 @@ class Sender:
             room.fail(room.outcome.error or AbortedError("aborted"))
             return None
         return room
+
+    def _bury(self, key: RoomKey, error: TransferError) -> None:
+        """End a room that never was here: a tombstone, and pages that nobody reads."""
+        outcome = self.rooms.open(key)
+        outcome.fail(error)
+        self.rooms.end(key, Verdict(outcome, {}))
+        outcome.free_units()
 
     def room_ended(self, room: PrefillRoom) -> None:
         """The room is over and drained: remember the verdict, log it, count it."""
@@ -227,9 +235,10 @@ class Sender:
             self.abort(key, TransferError(reason, peer=link.peer.hex()[:8]))
 
     def on_bad_body(self, link: Link, key: RoomKey, error: MalformedFrameError) -> None:
-        room = self.rooms.live(key)
-        if room is not None and link.peer in room.destinations:
-            room.fail(TransferError(f"the peer sent a frame that does not decode: {error.what}"))
+        """What the frame was we cannot tell: the room it names fails, and its sender is told."""
+        failure = TransferError(f"the peer sent a frame that does not decode: {error.what}")
+        if not self._end_for(link, key, failure):
+            self._turn_away(link, key, str(failure))
 
     def on_silent(self, link: Link) -> None:
         self.counters["silent_peers"] += 1
@@ -246,7 +255,7 @@ class Sender:
         key = RoomKey(offer.room, offer.gen)
         verdict = self.rooms.verdict(key)
         if verdict is not None:
-            self._turn_away(link, key, str(verdict.outcome.error or "the room has ended"), verdict)
+            self._turn_away(link, key, str(verdict.outcome.error or "the room has ended"))
             return
         assert link.hello is not None
         if offer.session != link.hello.session:
@@ -258,6 +267,10 @@ class Sender:
         room = self.rooms.live(key)
         if room is not None and link.peer in room.destinations:
             self.counters["repeated_offers" if room.destinations[link.peer].offer == offer else "other_offers"] += 1
+            return
+        if room is not None and room.is_complete:
+            self.counters["surplus_offers"] += 1
+            self._turn_away(link, key, "the room has all its destinations")
             return
         if room is None:
             self._make_place()
@@ -302,12 +315,13 @@ class Sender:
             )
         return lane
 
-    def _turn_away(self, link: Link, key: RoomKey, reason: str, verdict: Verdict | None = None) -> None:
+    def _turn_away(self, link: Link, key: RoomKey, reason: str) -> None:
         """Tell the offerer that its room ended here, and what of it is not quiet (nothing, unless remembered)."""
         link.post(Abort(room=key.room, gen=key.gen, origin="prefill", reason=reason[:4000]))
-        link.post(self._ack(link, key, verdict))
+        link.post(self._ack(link, key))
 
-    def _ack(self, link: Link, key: RoomKey, verdict: Verdict | None) -> AbortAck:
+    def _ack(self, link: Link, key: RoomKey) -> AbortAck:
+        verdict = self.rooms.verdict(key)
         said = verdict.acks.get(bytes(link.peer)) if verdict is not None else None
         session = link.hello.session if link.hello is not None else ""
         return said if said is not None else AbortAck(room=key.room, gen=key.gen, session=session)
@@ -325,18 +339,18 @@ class Sender:
     def _on_abort(self, link: Link, message: Abort) -> None:
         """Fail the room, and acknowledge: at once when it is unknown or over, when it has drained otherwise (C2)."""
         key = RoomKey(message.room, message.gen)
+        if not self._end_for(link, key, AbortedError(message.reason, origin=message.origin)):
+            link.post(self._ack(link, key))
+
+    def _end_for(self, link: Link, key: RoomKey, error: TransferError) -> bool:
+        """End the room for a peer: the peer's own, one that may still wait for it, one never heard of. True if the
+        room acknowledges by itself, once it has drained; else it owes this peer nothing that is not remembered."""
         room = self.rooms.live(key)
-        error = AbortedError(message.reason, origin=message.origin)
-        if room is not None:
-            if link.peer not in room.destinations:
-                link.post(self._ack(link, key, None))
+        if room is None:
+            if self.rooms.verdict(key) is None:
+                self._bury(key, error)
+            return False
+        mine = link.peer in room.destinations
+        if mine or not room.is_complete:
             room.fail(error)
-            return
-        verdict = self.rooms.verdict(key)
-        if verdict is None:
-            outcome = self.rooms.open(key)
-            outcome.fail(error)
-            verdict = Verdict(outcome, {})
-            self.rooms.end(key, verdict)
-            outcome.free_units()
-        link.post(self._ack(link, key, verdict))
+        return mine
