@@ -1,4 +1,5 @@
 import pickle
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -92,9 +93,10 @@ def frame_of(**changes: Any) -> bytes:
 def survives(frame: bytes) -> AnyMessage | None:
     """Put a frame through all that a receive loop does with one; anything but MalformedFrameError comes out."""
     message: AnyMessage | None = None
+    with suppress(MalformedFrameError):
+        message = decode(frame)
     try:
         decode_envelope(frame)
-        message = decode(frame)
     except MalformedFrameError:
         message = None
     named = room_named_by(frame)

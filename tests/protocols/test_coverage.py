@@ -136,6 +136,10 @@ def test_each_buffer_is_checked_by_itself() -> None:
     expected = Expected({1: (ITEM, 0, 4), 2: (ITEM, 0, 4), 3: (128, 2, 2)})
     expected.add([Coverage((1, 2), 0, ITEM, ((0, 4),)), report(3, (2, 2), length=128)])
     expected.check()
+    alike = Expected({1: (ITEM, 0, 4), 2: (ITEM, 0, 4)})
+    alike.add([report(1, (0, 4)), report(2, (0, 3))])
+    with pytest.raises(MismatchError, match="gap"):
+        alike.check()
     lacking = Expected({1: (ITEM, 0, 4), 2: (ITEM, 0, 4)})
     lacking.add([Coverage((1, 2), 0, ITEM, ((0, 3),)), report(1, (3, 1))])
     with pytest.raises(MismatchError, match="gap") as caught:

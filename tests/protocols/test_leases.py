@@ -143,6 +143,17 @@ def test_only_the_units_a_writer_cannot_tell_stay() -> None:
 
 
 @pytest.mark.row("C4")
+def test_what_either_writer_cannot_tell_stays() -> None:
+    book = granted(units=pages(0, 1, 2))
+    book.fail(ROOM, "cancelled")
+    book.ack(ROOM, "w0", pages(0), NONE)
+    assert not book.ack(ROOM, "w1", pages(1), NONE)
+    assert held(book) == {("page", 0): UnitState.DRAINING, ("page", 1): UnitState.DRAINING}
+    assert not book.ack(ROOM, "w0", NONE, NONE)
+    assert held(book) == {("page", 1): UnitState.DRAINING}
+
+
+@pytest.mark.row("C4")
 def test_units_in_doubt_wait_for_a_fence_whatever_is_said() -> None:
     book = granted()
     book.fail(ROOM, "cancelled")
