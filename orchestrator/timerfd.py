@@ -42,7 +42,11 @@ class TimerFd:
         self._callback = callback
         self._spec = _Itimerspec()
         self._ref = ctypes.byref(self._spec)
-        loop.add_reader(self._fd, self._fire)
+        try:
+            loop.add_reader(self._fd, self._fire)
+        except NotImplementedError:  # a loop without descriptors: leave none open
+            os.close(self._fd)
+            raise
 
     def arm(self, delay: float) -> None:
         """Fire once, after ``delay`` seconds; replaces an earlier arming."""
