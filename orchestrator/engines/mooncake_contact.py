@@ -4,6 +4,9 @@ A peer that accepts a connection and never answers holds a native call for a min
 hurting: each contact has a daemon thread; the first question (a probe) is put through a *scout*, an engine of its own
 that owns no memory and never closes, so that a stuck probe does not delay the end of the real engine; and the segment
 is opened through the exported symbol where it may be used, which takes no lock that a submission needs.
+
+What stays: a process that ends in the very moment a stuck probe returns may abort (exit 134). The interpreter ends its
+daemon threads by unwinding them, which the binding's frames do not allow.
 """
 
 from __future__ import annotations
