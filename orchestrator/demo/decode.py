@@ -53,7 +53,8 @@ class Decode:
         self._pages = PageBook(command.pages, seed=2)
         loop = self._loops.enter_context(EmbeddedLoop(Config()))
         self._node = loop.start_decode(engine, make_layout(self._pool, self._model))
-        warm_up(self._model, 1)
+        if command.warm_up:
+            warm_up(self._model, 1)
         return wire.Opened(engine=engine.info.name, completion_mode=engine.info.completion_mode)
 
     def _run(self, job: wire.DecodeJob) -> wire.DecodeRun:

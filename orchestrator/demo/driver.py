@@ -5,6 +5,7 @@ One thread. Whatever happens, leaving :func:`run` leaves no process behind.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,8 +13,10 @@ from orchestrator.demo import model, wire
 from orchestrator.demo.fleet import Fleet
 from orchestrator.demo.options import Options
 from orchestrator.demo.verdict import MODES, Case, Transfer, compare
-from protocols.errors import ConfigError
+from protocols.errors import BrokenPeerError, BusyError, ConfigError
 
+LOCALHOST = "127.0.0.1"
+PROBE_SECONDS = 3.0
 CONVERT_SECONDS = 300.0
 OPEN_SECONDS = 120.0
 CONNECT_SECONDS = 30.0
@@ -44,6 +47,7 @@ class Results:
 
 def run(options: Options, say: Say) -> Results:
     """Run the whole demo. Raises KvferryError for what a user can mend, KeyboardInterrupt on Ctrl-C."""
+    _check_ports(options)
     source = model.find()
     results = Results(model=source.name, link_gbps=options.link_gbps)
     try:
@@ -56,6 +60,26 @@ def run(options: Options, say: Say) -> Results:
     finally:
         model.sweep()  # what an interrupted conversion left
     return results
+
+
+def _check_ports(options: Options) -> None:
+    """Say at once what would otherwise be found out after the model was loaded."""
+    if options.control_port:
+        try:
+            with socket.socket() as probe:
+                probe.bind((LOCALHOST, options.control_port))
+        except OSError as error:
+            raise BusyError(
+                f"--control-port {options.control_port} cannot be used: {error.strerror}",
+                hint="Leave it out and any free port is taken",
+            ) from error
+    if options.prefill_address:
+        host, _, port = options.prefill_address.removeprefix("tcp://").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise BrokenPeerError(f"no prefill worker at {options.prefill_address}: {reason}") from error
 
 
 class _Demo:
@@ -88,6 +112,7 @@ class _Demo:
             link_gbps=options.link_gbps,
             control_port=options.control_port,
             inject=options.inject or "",
+            warm_up=options.inject is None,
         )
         self._prefill, self._decode, self._single = (fleet.start(name) for name in ("prefill", "decode", "single"))
         workers = (self._prefill, self._decode, self._single)

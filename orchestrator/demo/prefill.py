@@ -74,7 +74,8 @@ class Prefill:
         self._link = SwitchedLink(engine, command.link_gbps)
         loop = self._loops.enter_context(EmbeddedLoop(Config(layer_group=command.layer_group)))
         self._node = loop.start_prefill(self._link, layout, bind=f"tcp://{LOCALHOST}:{command.control_port}")
-        warm_up(self._model, command.chunk_tokens)
+        if command.warm_up:
+            warm_up(self._model, command.chunk_tokens)
         return wire.Opened(engine=info.name, completion_mode=info.completion_mode, address=self._node.address)
 
     def _run(self, job: wire.PrefillJob) -> wire.PrefillRun:

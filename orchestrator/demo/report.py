@@ -34,8 +34,8 @@ def show(results: Results, console: Console) -> None:
     console.print(
         "Monolithic: a chunk is sent after its own forward. Layer-wise: its layers are sent while the forward runs. "
         f"Paced: a virtual link of {results.link_gbps:g} Gb/s carries every submission of either way alike, because "
-        "loopback is too fast to show much. Exposed: from the end of the forward until the decode may use the KV. Token 1: "
-        "from the start of the forward until the decode has the first token. ×N: medians of N runs.",
+        "loopback is too fast to show much. Exposed: from the end of the forward until the decode may use the KV. "
+        "Token 1: from the start of the forward until the decode has the first token. ×N: medians of N runs.",
         style="dim",
         highlight=False,
     )

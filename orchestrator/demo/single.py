@@ -44,7 +44,8 @@ class Single:
         self._chunk_tokens = command.chunk_tokens
         self._page_size = command.page_size
         self._draft = probe(self._model).layers[-1]
-        warm_up(self._model, command.chunk_tokens)
+        if command.warm_up:
+            warm_up(self._model, command.chunk_tokens)
         return wire.Opened()
 
     def _tokenize(self, text: str) -> list[int]:

@@ -37,6 +37,8 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     link_gbps: float
     control_port: int = 0
     inject: str = ""
+    warm_up: bool = True
+    """Run what will be timed once before: the first forwards of a process are slow."""
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):

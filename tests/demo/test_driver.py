@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import msgspec
 import pytest
 
-from orchestrator.demo import driver, options, wire
+from orchestrator.demo import driver, main, options, wire
 from orchestrator.demo.driver import Results, _Demo
 from orchestrator.demo.pagebook import PageBook
 from protocols.errors import ConfigError
@@ -144,6 +145,34 @@ def test_the_decode_dials_the_prefill_or_what_it_is_told() -> None:
 def test_a_prompt_longer_than_the_pool_is_refused() -> None:
     with pytest.raises(ConfigError, match="longer than the pool: 2040 tokens and 16 new ones do not fit in 2048"):
         run(["--quick"], a=2040)
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line the demo prints for a mistake it sees before it starts a process."""
+    assert main.run(["--quick", *arguments]) == main.MISTAKE
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    return err
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"--control-port {port} cannot be used: Address already in use" in mistake(
+            capsys, "--control-port", str(port)
+        )
+
+
+def test_a_peer_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    assert f"no prefill worker at {address}: Connection refused" in mistake(capsys, "--prefill-address", address)
+
+
+def test_a_host_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no prefill worker at tcp://nowhere.invalid:5" in mistake(
+        capsys, "--prefill-address", "tcp://nowhere.invalid:5"
+    )
 
 
 def test_a_wrong_page_makes_the_whole_demo_unequal() -> None:
