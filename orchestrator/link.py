@@ -20,6 +20,7 @@ from protocols.channel import Channel
 from protocols.codec import decode, encode, room_named_by
 from protocols.errors import BrokenPeerError, MalformedFrameError
 from protocols.ids import Incarnation, RoomKey
+from protocols.layout import MAX_NATURAL
 from protocols.messages import UNSEQUENCED, AnyMessage, Envelope, Hello, Ping, Pong
 
 
@@ -88,9 +89,13 @@ class Link:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def post(self, message: AnyMessage) -> None:
-        """Send a sequenced message, again and again until it is acknowledged or this link is closed."""
+        """Send a sequenced message, again and again until it is acknowledged or this link is closed.
+
+        Raises ConfigError, with nothing queued, for one that is larger than a frame: it could never be delivered, nor
+        anything behind it."""
         if self.closed:
             return
+        encode(msgspec.structs.replace(message, src=self.me, dst=self.me, seq=MAX_NATURAL, ack=MAX_NATURAL))
         try:
             self._channel.post(message, self._clock.now())
         except BrokenPeerError as exc:

@@ -116,6 +116,10 @@ class Receiver:
         for room in self.rooms:
             room.check_quiet()
 
+    def check_quarantine_soon(self) -> None:
+        """After the event that may have quarantined units has been dealt with."""
+        self.loop.call_soon(self.check_quarantine)
+
     def check_quarantine(self) -> None:
         """Roll the engine over when quarantine has passed its limit and another engine can be made."""
         units = self.book.quarantined()
@@ -174,11 +178,15 @@ class Receiver:
             )
 
     def _up(self, room: DecodeRoom, rank: Rank, link: Link) -> None:
-        if not room.outcome.failed:
+        if room.outcome.failed:
+            return
+        try:
             room.offer(rank, link)
+        except KvferryError as exc:  # larger than a frame
+            self._unreachable(room, exc)
 
     def _unreachable(self, room: DecodeRoom, error: KvferryError) -> None:
-        failure = TransferError(error.what, **error.data)
+        failure = TransferError(error.what, hint=error.hint, **error.data)
         failure.__cause__ = error
         room.fail(failure)
 
@@ -203,7 +211,7 @@ class Receiver:
         lease = self.book.get(room.key)
         units = len(lease.units) if lease is not None else 0
         self.counters["quarantines"] += 1
-        self.loop.call_soon(self.check_quarantine)
+        self.check_quarantine_soon()
         self.log.warning("quarantine", "room %s: %d units are quarantined: %s", room.key, units, room.outcome.error)
 
     # -- LinkOwner -----------------------------------------------------------------------------------------------
