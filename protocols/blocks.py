@@ -17,6 +17,8 @@ from protocols.errors import LayoutError, MismatchError
 Ints = npt.NDArray[np.int64]
 
 MAX_ADDRESS = 2**63 - 1
+MARKS = 1 << 24
+"""Most marks (bytes) spent on finding a repeated index; a peer says how large its pool is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +159,20 @@ def check_units(indices: Ints, limit: int, what: str) -> None:
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= limit:
         raise MismatchError(f"{what} outside the registered region", lowest=low, highest=high, limit=limit)
-    if len(np.unique(indices)) != len(indices):
+    if _repeats(indices - low, high - low + 1):
         values, counts = np.unique(indices, return_counts=True)
         raise MismatchError(f"duplicate {what}", repeated=values[counts > 1][:4].tolist())
+
+
+def _repeats(indices: Ints, span: int) -> bool:
+    """Whether a number in ``[0, span)`` stands there twice. For 100,000 pages a mark each costs 0.2 ms where sorting
+    costs 12 and `np.unique` 80: this is asked on the loop for every Offer."""
+    if span > MARKS:
+        ordered = np.sort(indices)
+        return bool((ordered[1:] == ordered[:-1]).any())
+    seen = np.zeros(span, bool)
+    seen[indices] = True
+    return int(np.count_nonzero(seen)) != len(indices)
 
 
 def summary(pages: Ints) -> str:
