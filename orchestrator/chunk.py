@@ -161,6 +161,7 @@ class Chunk:
         if self.layerwise and self.machine.state is not ChunkState.DEGRADED:
             self._groups.append(group)
             self._wake.set()
+            self.room.touch()
 
     def forward_ended(self, group: Group) -> None:
         self._end = group

@@ -22,6 +22,12 @@ class Config:
 
     connect_timeout_s: float = 5.0
     """A peer must answer Hello, and its engine the first contact, within this (seconds)."""
+    bootstrap_timeout_s: float = 120.0
+    """Prefill: from the moment a room is known until it is registered and every destination has offered (seconds)."""
+    progress_timeout_s: float = 30.0
+    """Prefill: longest time in which nothing of a ready room fires, lands or ends (seconds)."""
+    waiting_timeout_s: float = 120.0
+    """Decode: from `expect` until every prefill rank has said Done (seconds)."""
     room_timeout_s: float = 120.0
     """From the moment a room is known to the moment all of it landed (seconds)."""
     commit_timeout_s: float = 30.0
@@ -36,6 +42,13 @@ class Config:
     """A peer that says nothing for this long while rooms are open ends those rooms (seconds)."""
     tombstone_s: float = 600.0
     """How long the verdict of an ended room is remembered (seconds)."""
+
+    rollover_timeout_s: float = 5.0
+    """Rooms of the old engine's session may finish for this long after a rollover began (seconds)."""
+    rollover_at_units: int = 1024
+    """Quarantined units at which the decode rolls its engine over by itself, if it can make another."""
+    quarantine_limit_units: int = 1 << 16
+    """Quarantined units at which new rooms are refused."""
 
     max_kept_offers: int = 4096
     """Offers kept for rooms that are not registered yet; the oldest beyond this is told so and dropped."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.decode_room import Expectation
 from orchestrator.inbox import Inbox
 from orchestrator.link import Link
 from orchestrator.outcome import Outcome, RoomStatus
 from orchestrator.prefill import result_of, until_ended, wait_for
-from orchestrator.receiver import Receiver
+from orchestrator.receiver import Quarantined, Receiver
 from orchestrator.trace import TransferResult
 from orchestrator.wire import check_address
 from protocols.blocks import check_units, page_array
@@ -27,6 +27,8 @@ from protocols.errors import (
 )
 from protocols.ids import MAX_GENERATION, MAX_ROOM, RoomKey
 from protocols.messages import Hello
+
+T = TypeVar("T")
 
 
 class RoomHandle:
@@ -159,6 +161,30 @@ class Decode:
         except ClosedError:
             pass  # the loop ended and failed every room
         return first
+
+    def roll_over(self, reason: str = "an operator asked") -> None:
+        """Begin an engine rollover, which frees everything in quarantine once the old engine is deleted. Returns when
+        it has begun. Raises ConfigError without a ``renew`` function, BusyError while one is under way."""
+        self._call(self._receiver.rollover.start, reason)
+
+    def quarantine(self) -> list[Quarantined]:
+        """Units that are not free although their room has ended: which room, why, since when."""
+        return self._call(self._receiver.quarantine)
+
+    def _call(self, function: Callable[..., T], *args: object) -> T:
+        """Run on the loop thread and return what it returns or raises; from that thread itself, at once."""
+        if threading.get_ident() == self.loop_thread:
+            return function(*args)
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function(*args))
+            except Exception as exc:
+                answer.set_exception(exc)
+
+        self._inbox.put(run)
+        return answer.result()
 
     def check(self, address: str, timeout: float | None = None) -> Hello:
         """Connect to a prefill rank and return what it says of itself. Blocks this thread (seconds).

@@ -65,6 +65,8 @@ class DecodeRoom:
     def __init__(self, outcome: Outcome, expectation: Expectation, receiver: Receiver) -> None:
         self.key = outcome.key
         self.outcome = outcome
+        self.session = receiver.session
+        """The engine session its Offers name, for life."""
         self.expectation = expectation
         self.receiver = receiver
         self.machine = Machine(DECODE_ROOM, DecodeState.OFFERED)
@@ -73,7 +75,8 @@ class DecodeRoom:
         self.stamps: dict[str, float] = {"known": receiver.clock.now()}
         self.bytes = 0
         self.blocks = 0
-        self._deadline: Timer | None = receiver.clock.call_later(receiver.config.room_timeout_s, self._expired)
+        self._timeout = min(receiver.config.waiting_timeout_s, receiver.config.room_timeout_s)
+        self._deadline: Timer | None = receiver.clock.call_later(self._timeout, self._expired)
         self._ack_deadline: Timer | None = None
 
     def __repr__(self) -> str:
@@ -85,22 +88,26 @@ class DecodeRoom:
     def lease(self) -> None:
         """Lease the units. Raises BusyError or MismatchError with nothing changed."""
         writers = [rank.address for rank in self.ranks]
-        self.receiver.book.grant(
-            self.key, self.receiver.session, self.expectation.units, writers, self.receiver.clock.now()
-        )
+        self.receiver.book.grant(self.key, self.session, self.expectation.units, writers, self.receiver.clock.now())
 
     def offer(self, rank: Rank, link: Link) -> None:
-        """The rank's link is up: offer it the units."""
+        """The rank's link is up: offer it the units. A room that was rolled over before its first Offer follows."""
+        if self.session != self.receiver.session:
+            if any(other.offered_to is not None for other in self.ranks):
+                self.fail(TransferError("the decode's engine was rolled over", session=self.session))
+                return
+            self.session = self.receiver.session
+            self.receiver.book.move(self.key, self.session)
         rank.link = link
         rank.offered_to = link.peer
         expectation = self.expectation
         link.open_room(self.key)
-        deadline_ms = min(int(self.receiver.config.room_timeout_s * 1000), FOREVER_MS)
+        deadline_ms = min(int(self._timeout * 1000), FOREVER_MS)
         link.post(
             Offer(
                 room=self.key.room,
                 gen=self.key.gen,
-                session=self.receiver.session,
+                session=self.session,
                 pages=b"" if rank.dummy else pack_indices(expectation.pages),
                 prefix_tokens=expectation.prefix_tokens,
                 total_tokens=expectation.total_tokens,
@@ -129,7 +136,7 @@ class DecodeRoom:
         rank.done = message
         self.receiver.book.done(self.key, rank.address)
         if self.outcome.failed:
-            self._check_quiet()
+            self.check_quiet()
             return
         if all(other.done is not None for other in self.ranks):
             self._commit()
@@ -168,13 +175,15 @@ class DecodeRoom:
             self.fail(TransferError("the prefill ended the room", peer=rank.address))
         if rank.offered_to == message.src:
             self.receiver.book.ack(self.key, rank.address, unit_set(message.unknown), unit_set(message.in_doubt))
-        self._check_quiet()
+        self.receiver.check_quarantine_soon()
+        self.check_quiet()
 
     def rank_gone(self, rank: Rank, reason: str) -> None:
         """The incarnation is gone for good: what it was writing is in doubt until a fence."""
         self.fail(TransferError(reason, peer=rank.address))
         self.receiver.book.writer_gone(self.key, rank.address)
-        self._check_quiet()
+        self.receiver.check_quarantine_soon()
+        self.check_quiet()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -186,22 +195,20 @@ class DecodeRoom:
         first = self.machine.state is DecodeState.OFFERED
         self._fire(DecodeEvent.FAIL)
         if first:
+            self.receiver.rollover.room_ended()
             self.receiver.book.fail(self.key, str(self.outcome.error)[:200])
             for rank in self.ranks:
                 if rank.offered_to is None:  # it never heard of the units
                     self.receiver.book.ack(self.key, rank.address, UnitSet(), UnitSet())
-            self._check_quiet()
+            self.check_quiet()
 
     def finish_fake(self) -> None:
         """The room asks for no transfer: it succeeds at once and reports no bytes."""
         if self.outcome.succeed(self.result()):
             self._fire(DecodeEvent.COVERED)
 
-    def fenced(self) -> None:
-        """A fence freed the units."""
-        self._check_quiet()
-
-    def _check_quiet(self) -> None:
+    def check_quiet(self) -> None:
+        """End the room if every unit of it is free."""
         if self.outcome.failed and self.receiver.book.get(self.key) is None:
             if self.machine.accepts(DecodeEvent.QUIET):
                 self._fire(DecodeEvent.QUIET)

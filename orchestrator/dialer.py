@@ -73,6 +73,10 @@ class Dialer:
         self._count = 0
         self.bad_frames = 0
 
+    def use_engine(self, engine: Engine) -> None:
+        """Hello names this engine from now on."""
+        self._engine = engine
+
     def when_up(self, address: str, on_up: Callable[[Link], None], on_error: Callable[[KvferryError], None]) -> None:
         """Call ``on_up`` once the link is up (now, if it is), or ``on_error``: RefusedError with the differing fields,
         BrokenPeerError when nobody answers in `connect_timeout_s`, ConfigError for an impossible address."""

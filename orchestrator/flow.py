@@ -84,6 +84,7 @@ class Lane:
         self._turns: deque[RoomKey] = deque()
         self._credit: dict[RoomKey, int] = {}
         self._pumping = False
+        self._on_idle: list[Callable[[], object]] = []
         self.batches = 0
 
     @property
@@ -104,6 +105,13 @@ class Lane:
             self._credit[key] = 0
         queue.append(handover)
         self.pump()
+
+    def when_idle(self, callback: Callable[[], object]) -> None:
+        """Call back once nothing is queued or in flight (now, if so)."""
+        if self.idle:
+            callback()
+        else:
+            self._on_idle.append(callback)
 
     def stop(self, key: RoomKey) -> None:
         """Submit nothing further for the room. What is in flight runs to its end and then finishes its hand-over."""
@@ -190,6 +198,10 @@ class Lane:
             handover.span.landed = self._clock.now()
             handover.finish()
         self.pump()
+        if self._on_idle and self.idle:
+            callbacks, self._on_idle = self._on_idle, []
+            for callback in callbacks:
+                callback()
 
     def _failed(self, handover: Handover, batch: Batch) -> None:
         """The first failed block of a batch: nothing further is submitted for the room, what runs is drained."""

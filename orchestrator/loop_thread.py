@@ -89,9 +89,15 @@ class EmbeddedLoop:
         """See `Node.start_prefill`. The engine belongs to the loop from now on."""
         return self.call(lambda node: node.start_prefill(engine, layout, bind, config or self._config, events))
 
-    def start_decode(self, engine: Engine, layout: Layout, config: Config | None = None) -> Decode:
+    def start_decode(
+        self,
+        engine: Engine,
+        layout: Layout,
+        config: Config | None = None,
+        renew: Callable[[], Engine] | None = None,
+    ) -> Decode:
         """See `Node.start_decode`. The engine belongs to the loop from now on."""
-        return self.call(lambda node: node.start_decode(engine, layout, config or self._config))
+        return self.call(lambda node: node.start_decode(engine, layout, config or self._config, renew))
 
     def call(self, function: Callable[[Node], T]) -> T:
         """Run a function on the loop thread and return what it returns or raises. Blocks this thread.

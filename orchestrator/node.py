@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections.abc import Callable
 
 from orchestrator.clock import Clock, LoopClock
 from orchestrator.config import Config
@@ -80,8 +81,18 @@ class Node:
         self.sender = sender
         return Prefill(sender, self.inbox, threading.get_ident())
 
-    def start_decode(self, engine: Engine, layout: Layout, config: Config | None = None) -> Decode:
-        """Register the layout's buffers with the engine; prefill ranks are dialled when a room names them."""
+    def start_decode(
+        self,
+        engine: Engine,
+        layout: Layout,
+        config: Config | None = None,
+        renew: Callable[[], Engine] | None = None,
+    ) -> Decode:
+        """Register the layout's buffers with the engine; prefill ranks are dialled when a room names them.
+
+        ``renew`` makes another engine for a rollover (a few milliseconds, on the loop thread); without it quarantine
+        empties only with the end of the process.
+        """
         assert self.receiver is None, "one decode side a node"
         self.receiver = Receiver(
             me=new_incarnation(self.rng),
@@ -92,7 +103,7 @@ class Node:
             clock=self.clock,
             rng=self.rng,
             loop=self.loop,
-            pacer=self.pacer,
+            make_engine=None if renew is None else lambda: self._renew(renew, layout),
         )
         return Decode(self.receiver, self.inbox, threading.get_ident())
 
@@ -105,6 +116,14 @@ class Node:
                 self._regions.append((engine, region))
                 engine.register(*region)
         return engine
+
+    def _renew(self, renew: Callable[[], Engine], layout: Layout) -> Engine:
+        """Another engine over the same memory. The one before the current is gone by now: forget it."""
+        assert self.receiver is not None
+        kept = [self.receiver.engine, *([self.sender.engine] if self.sender is not None else [])]
+        self._engines = [engine for engine in self._engines if engine in kept]
+        self._regions = [(engine, region) for engine, region in self._regions if engine in kept]
+        return self._own(renew(), layout)
 
     async def stop(self) -> None:
         """End every room, tell the peers, drain, delete the engines (a fence). Idempotent."""

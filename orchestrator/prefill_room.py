@@ -16,7 +16,8 @@ from orchestrator.destination import Destination
 from orchestrator.flow import Handover
 from orchestrator.forward import Group
 from orchestrator.outcome import Outcome
-from orchestrator.trace import MAX_SPANS, Span, TransferResult, difference
+from orchestrator.prefill_report import layer_counts, result, timing
+from orchestrator.trace import MAX_SPANS, Span
 from orchestrator.transfer import run_chunk
 from protocols.errors import AbortedError, DeadlineError, IllegalTransitionError, MismatchError, TransferError
 from protocols.ids import Incarnation
@@ -48,7 +49,10 @@ class PrefillRoom:
         self._expected: int | None = None
         self._offered: asyncio.Future[None] = sender.loop.create_future()
         self._next_token = 0
-        self._deadline: Timer | None = sender.clock.call_later(sender.config.room_timeout_s, self._expired)
+        self._latest = sender.clock.now() + sender.config.room_timeout_s
+        self._progress = sender.clock.now()
+        self._deadline: Timer | None = None
+        self._arm_deadline(sender.config.bootstrap_timeout_s)
         self._drain: Timer | None = None
         self._pass_deadline: Timer | None = None
 
@@ -84,6 +88,8 @@ class PrefillRoom:
         chunk = Chunk(data, self, self.sender.config.layerwise)
         self.chunks[data.key.start_token] = chunk
         self._next_token = data.end_token
+        self._progress = self.sender.clock.now()
+        self.sender.pins.pin(self.key, data.pages)
         self._watch_pass()
         if not data.fake:
             chunk.task = self.sender.start_task(run_chunk(chunk, self))
@@ -95,7 +101,12 @@ class PrefillRoom:
             "degraded", "room %s: chunk %s goes after its forward: %s", self.key, chunk.key, chunk.degraded_by
         )
 
+    def touch(self) -> None:
+        """Something of the room moved: the progress deadline counts from now."""
+        self._progress = self.sender.clock.now()
+
     def forward_ended(self, chunk: Chunk, at: float) -> None:
+        self.touch()
         self.stamps["forward_end"] = max(at, self.stamps.get("forward_end", at))
         if chunk.data.fake and chunk.data.last:
             self.skip()
@@ -119,6 +130,7 @@ class PrefillRoom:
             raise MismatchError("the decode ranks disagree about their number", said=expected, before=self._expected)
         self._expected = expected
         self.destinations[destination.link.peer] = destination
+        self._latest = min(self._latest, self.sender.clock.now() + destination.offer.deadline_ms / 1000)
         destination.link.open_room(self.key)
         self._check_ready()
 
@@ -140,6 +152,8 @@ class PrefillRoom:
             return
         self.stamps["ready"] = self.sender.clock.now()
         self.outcome.transferring()
+        self._progress = self.sender.clock.now()
+        self._arm_deadline(self.sender.config.progress_timeout_s)
         self._fire(PrefillEvent.READY)
         self._offered.set_result(None)
 
@@ -216,10 +230,12 @@ class PrefillRoom:
     def handover_done(self, destination: Destination, chunk: Chunk, handover: Handover) -> None:
         """Called by the lane when nothing of the hand-over runs or will run. Permits were returned before."""
         self.outstanding -= 1
+        self._progress = self.sender.clock.now()
         chunk.outstanding -= 1
         chunk.wake()
         if not handover.landed and not self.outcome.failed:
             cause = handover.error or TransferError("blocks were dropped")
+            self.sender.write_failed(destination)
             self.fail(as_transfer_error(cause, peer=destination.link.peer.hex()[:8]))
         self._check_drained()
 
@@ -227,16 +243,17 @@ class PrefillRoom:
 
     def committed(self, destination: Destination) -> None:
         destination.committed = True
+        self.sender.write_worked(destination)
         if self.machine.state is PrefillState.COMMITTING and all(d.committed for d in self.destinations.values()):
             self.stamps["committed"] = self.sender.clock.now()
-            if self.outcome.succeed(self.result()):
+            if self.outcome.succeed(result(self)):
                 self._fire(PrefillEvent.COMMITTED)
             else:
                 self.fail(AbortedError("aborted while the decode committed"))
 
     def skip(self) -> None:
         """A fake room's forward ended: it succeeds without a transfer."""
-        if self.outcome.succeed(self.result()):
+        if self.outcome.succeed(result(self)):
             self._fire(PrefillEvent.SKIP)
 
     def fail(self, error: TransferError) -> None:
@@ -287,7 +304,7 @@ class PrefillRoom:
                     coverage=destination.ledger.coverage(),
                     bytes=destination.bytes,
                     blocks=destination.blocks,
-                    timing=self.timing(),
+                    timing=timing(self),
                 )
             )
 
@@ -310,32 +327,34 @@ class PrefillRoom:
             self._fire(PrefillEvent.DRAIN_DEADLINE)
 
     def _expired(self) -> None:
-        waits = "for Committed" if self.machine.state is PrefillState.COMMITTING else "to land"
+        now = self.sender.clock.now()
+        idle = now - self._progress
+        if self.machine.state is PrefillState.SENDING and now < self._latest:
+            left = self.sender.config.progress_timeout_s - idle
+            if left > 0:
+                self._arm_deadline(left)
+                return
+        waits = {PrefillState.WAITING: "for its offers and its registration", PrefillState.COMMITTING: "for Committed"}
         self.fail(
             DeadlineError(
-                f"the room's deadline passed while it waited {waits}",
+                f"the room's deadline passed while it waited {waits.get(self.machine.state, 'to land')}",
+                idle_s=round(idle, 3),
                 room=str(self.key),
                 state=self.machine.state.name,
                 offers=f"{len(self.destinations)} of {self._expected or 'unknown'}",
                 peers=",".join(link.hex()[:8] for link in self.destinations),
-                layers=self._layer_counts(),
+                layers=layer_counts(self),
                 chunks="; ".join(repr(chunk) for chunk in list(self.chunks.values())[:4]),
             )
         )
 
-    def _layer_counts(self) -> str:
-        """Layers fired / queued / posted / landed over all chunks and destinations, for a stuck room's report."""
-        fired = sum(len(chunk.taken) for chunk in self.chunks.values())
-        queued = sum(len(span.layers) for span in self.spans)
-        posted = sum(len(span.layers) for span in self.spans if span.posted is not None)
-        landed = sum(len(span.layers) for span in self.spans if span.landed is not None)
-        failed = sum(len(destination.in_doubt) for destination in self.destinations.values())
-        return f"fired {fired}, queued {queued}, posted {posted}, landed {landed}, blocks in doubt {failed}"
-
     def _arm_deadline(self, delay: float | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if delay is None else self.sender.clock.call_later(delay, self._expired)
+        self._deadline = None
+        if delay is not None:
+            until = max(0.0, min(delay, self._latest - self.sender.clock.now()))
+            self._deadline = self.sender.clock.call_later(until, self._expired)
 
     def _end(self) -> None:
         for timer in (self._deadline, self._drain, self._pass_deadline):
@@ -344,46 +363,8 @@ class PrefillRoom:
         if not self._offered.done():
             self._offered.cancel()
         self.stamps["ended"] = self.sender.clock.now()
-        self.outcome.close(self.result())
+        self.outcome.close(result(self))
         for destination in self.destinations.values():
             destination.link.close_room(self.key)
         self.sender.room_ended(self)
         self.outcome.free_units()
-
-    def timing(self) -> dict[str, float]:
-        """Seconds by name; what was never stamped is absent (D2)."""
-        forward_end = self.stamps.get("forward_end")
-        landed = [span.landed for span in self.spans if span.landed is not None]
-        named = {
-            "wait_offer": difference(self.stamps.get("known"), self.stamps.get("ready")),
-            "wait_event": _total(difference(span.fired, span.ready) for span in self.spans),
-            "wait_engine": _total(difference(span.queued, span.landed) for span in self.spans),
-            "fallback": _total(
-                difference(span.queued, span.landed) for span in self.spans if span.kind in ("fallback", "whole")
-            ),
-            "exposed": max(0.0, max(landed) - forward_end) if landed and forward_end is not None else None,
-            "commit": difference(self.stamps.get("done"), self.stamps.get("committed")),
-        }
-        return {name: value for name, value in named.items() if value is not None}
-
-    def result(self) -> TransferResult:
-        fake = bool(self.chunks) and all(chunk.data.fake for chunk in self.chunks.values())
-        moved = not fake and any(not destination.dummy for destination in self.destinations.values())
-        return TransferResult(
-            key=self.key,
-            ok=not self.outcome.failed,
-            error=self.outcome.error,
-            bytes=sum(d.bytes for d in self.destinations.values()) if moved else None,
-            blocks=sum(d.blocks for d in self.destinations.values()) if moved else None,
-            chunks=len(self.chunks),
-            layers_fired=sum(len(chunk.taken) for chunk in self.chunks.values()),
-            layers_fallback=sum(len(chunk.fallback) for chunk in self.chunks.values()),
-            timing=self.timing(),
-            spans=tuple(self.spans),
-            stamps=dict(self.stamps),
-        )
-
-
-def _total(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None

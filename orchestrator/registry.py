@@ -13,7 +13,7 @@ from orchestrator.clock import Clock
 from orchestrator.outcome import Outcome
 from protocols.errors import BusyError, UnknownRoomError
 from protocols.ids import RoomKey
-from protocols.messages import AbortAck
+from protocols.messages import AbortAck, Units
 from protocols.tombstones import Tombstones
 
 
@@ -102,6 +102,14 @@ class Registry(Generic[R]):
         with self._lock:
             self._outcomes[key] = verdict.outcome
         self.forget_expired()
+
+    def settle(self, key: RoomKey, peer: bytes) -> None:
+        """A fence at this destination: nothing of the room is in doubt there any more."""
+        verdict = self._stones.get(key, self._clock.now())
+        if verdict is not None:
+            verdict.acks.pop(peer, None)
+            if not any(ack.in_doubt != Units() for ack in verdict.acks.values()):
+                self._stones.settle(key, self._clock.now())
 
     def verdict(self, key: RoomKey) -> Verdict | None:
         self.forget_expired()

@@ -18,7 +18,6 @@ from orchestrator.contacts import Contacts
 from orchestrator.cuda_events import Event, EventSource, EventWatcher
 from orchestrator.destination import Destination
 from orchestrator.engines.base import Engine
-from orchestrator.flow import Lane
 from orchestrator.forward import ForwardPass, GroupPlan, hooked_layers
 from orchestrator.link import Link, wait_until
 from orchestrator.log import RateLimited
@@ -26,6 +25,7 @@ from orchestrator.prefill_room import PrefillRoom
 from orchestrator.progress import Pacer
 from orchestrator.reception import Reception
 from orchestrator.registry import Registry, Verdict
+from orchestrator.sessions import Sessions
 from orchestrator.wire import ControlNetwork
 from protocols.errors import (
     AbortedError,
@@ -34,7 +34,7 @@ from protocols.errors import (
     MalformedFrameError,
     TransferError,
 )
-from protocols.ids import Incarnation, RoomKey, Session
+from protocols.ids import Incarnation, RoomKey
 from protocols.layout import LayerBuffer, Layout
 from protocols.messages import (
     Abort,
@@ -43,7 +43,9 @@ from protocols.messages import (
     Bye,
     Committed,
     Offer,
+    Rollover,
 )
+from protocols.pins import PinBook
 
 
 class Sender:
@@ -72,7 +74,6 @@ class Sender:
         self.log = RateLimited("kvferry.prefill", clock.now, config.log_burst)
         self.counters: Counter[str] = Counter()
         self.rooms: Registry[PrefillRoom] = Registry(clock, config.tombstone_s)
-        self.lanes: dict[Session, Lane] = {}
         self.page_buffers = layout.unit_buffers("page")
         self.hooked_buffers: dict[int, list[LayerBuffer]] = {}
         for buffer in self.page_buffers:
@@ -83,8 +84,10 @@ class Sender:
         self.events = events
         self.address = ""
         self._watcher = EventWatcher(loop)
-        self._pacer = pacer
-        self._contacts = Contacts(engine, layout, config, self._start)
+        self.pacer = pacer
+        self.pins = PinBook(layout.num_pages)
+        self._contacts = Contacts(engine, layout, config, clock, rng, self._start, pacer.kick)
+        self.sessions = Sessions(self, self._contacts)
         self.reception = Reception(self, me, network, self._contacts, rng)
         self._tasks: set[asyncio.Task[None]] = set()
         pacer.add(engine)
@@ -124,7 +127,7 @@ class Sender:
     def watch(self, event: Event) -> asyncio.Future[None]:
         """A future for a recorded event, asked by the pacer."""
         future = self._watcher.watch(event)
-        self._pacer.kick()
+        self.pacer.kick()
         return future
 
     # -- registration --------------------------------------------------------------------------------------------
@@ -191,6 +194,8 @@ class Sender:
         """The room is over and drained: remember the verdict, log it, count it."""
         acks = {bytes(peer): d.abort_ack(room.key) for peer, d in room.destinations.items() if room.outcome.failed}
         doubtful = any(destination.in_doubt for destination in room.destinations.values())
+        self.sessions.note_doubt(room)
+        self.pins.unpin(room.key)
         self.rooms.end(room.key, Verdict(room.outcome, acks), in_doubt=doubtful)
         result = room.outcome.result
         if room.outcome.failed:
@@ -219,6 +224,8 @@ class Sender:
                     self._on_committed(link, message)
                 case Abort():
                     self._on_abort(link, message)
+                case Rollover():
+                    self.sessions.on_rollover(link, message)
                 case Bye():
                     self.peer_gone(link, "the decode worker said goodbye")
                 case _:
@@ -304,16 +311,17 @@ class Sender:
         except KvferryError as exc:
             room.fail(as_transfer_error(exc, peer=destination.link.peer.hex()[:8]))
             return
-        destination.lane = self.lane(destination.session)
+        if destination.link.hello is None or destination.link.hello.session != destination.session:
+            room.fail(TransferError("the decode's engine was rolled over", session=destination.session))
+            return
+        destination.lane = self.sessions.lane(destination.session)
         room.destination_connected()
 
-    def lane(self, session: Session) -> Lane:
-        lane = self.lanes.get(session)
-        if lane is None:
-            lane = self.lanes[session] = Lane(
-                session, self.engine, self.clock, self._pacer.kick, self.config.link_quantum_bytes
-            )
-        return lane
+    def write_failed(self, destination: Destination) -> None:
+        self._contacts.write_failed(destination.link.peer)
+
+    def write_worked(self, destination: Destination) -> None:
+        self._contacts.write_worked(destination.link.peer)
 
     def _turn_away(self, link: Link, key: RoomKey, reason: str) -> None:
         """Tell the offerer that its room ended here, and what of it is not quiet (nothing, unless remembered)."""

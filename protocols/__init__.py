@@ -13,6 +13,8 @@ channel        exactly-once, in-order delivery between two incarnations
 machines       the state tables: prefill room, decode room, chunk, forward pass
 leases         who may write which unit, and when it is free again
 window         blocks and bytes in flight
+breaker        whether a peer that failed is tried again
+pins           which source pages may still be read
 tombstones     the verdicts of rooms that ended
 =============  ================================================================================
 

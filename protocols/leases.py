@@ -248,6 +248,12 @@ class LeaseBook:
         if lease is not None:
             lease.fire(LeaseEvent.DEADLINE)
 
+    def move(self, key: RoomKey, session: Session) -> None:
+        """The room will be offered under this session instead: only before its first Offer."""
+        lease = self._leases.get(key)
+        if lease is not None:
+            lease.session = session
+
     def writer_gone(self, key: RoomKey, writer: Hashable) -> None:
         """The writer is gone for good without a word: its bytes may sit in kernel buffers. In doubt until a fence. A
         lease that is still live fails with it."""

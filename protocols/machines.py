@@ -20,6 +20,8 @@ machines say where the *room* stands, which outlives the outcome: a failed room 
                  └─degrade─▶ DEGRADED ──post──▶ SENDING
 
     pass      OPEN ──end──▶ ENDED          OPEN ──discard──▶ DISCARDED
+
+    rollover  IDLE ──start──▶ ANNOUNCED ──expire──▶ DELETING ──deleted──▶ FENCED ──all_acked──▶ IDLE
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ class Action(Enum):
     TELL_PEERS = "send Abort with the reason to every peer of the room"
     ACK = "send AbortAck to every destination: what is in doubt, and what is not terminal yet"
     END = "leave a tombstone and forget the room"
+    ANNOUNCE = "make the new engine and send the first Rollover to every peer"
+    DELETE = "fail what still uses the old session, then delete its engine off the loop"
+    FENCE = "free the old session's failed leases, hold its ports, send the second Rollover"
+    RELEASE = "let the old ports go"
 
 
 Table = Mapping[State, Mapping[Event, tuple[State, tuple[Action, ...]]]]
@@ -220,4 +226,26 @@ FORWARD_PASS: Table[PassState, PassEvent] = {
         PassEvent.END: (PassState.DISCARDED, ()),
         PassEvent.DISCARD: (PassState.DISCARDED, ()),
     },
+}
+
+
+class RolloverState(Enum):
+    IDLE = "one engine"
+    ANNOUNCED = "two engines; rooms of the old session may finish until the deadline"
+    DELETING = "the old engine is draining its own batches and being deleted"
+    FENCED = "the old engine is gone, its ports are held; a peer has not said that it is done with it"
+
+
+class RolloverEvent(Enum):
+    START = "quarantine passed its limit, or an operator asked"
+    EXPIRE = "the deadline passed, or no room uses the old session any more"
+    DELETED = "the old engine was deleted: nothing can land through it any more"
+    ALL_ACKED = "every peer said that its tasks of the old session are terminal, or is gone"
+
+
+ROLLOVER: Table[RolloverState, RolloverEvent] = {
+    RolloverState.IDLE: {RolloverEvent.START: (RolloverState.ANNOUNCED, (Action.ANNOUNCE,))},
+    RolloverState.ANNOUNCED: {RolloverEvent.EXPIRE: (RolloverState.DELETING, (Action.DELETE,))},
+    RolloverState.DELETING: {RolloverEvent.DELETED: (RolloverState.FENCED, (Action.FENCE,))},
+    RolloverState.FENCED: {RolloverEvent.ALL_ACKED: (RolloverState.IDLE, (Action.RELEASE,))},
 }

@@ -180,10 +180,19 @@ class AbortAck(Message, frozen=True, tag="abort_ack"):
 
 
 class Rollover(Message, frozen=True, tag="rollover"):
+    """D→P. Deadline above 0: offers name the new session from now on, rooms of the old one may finish until then.
+    Deadline 0: the old engine is deleted; submit nothing to it and say RolloverAck when all its tasks are terminal."""
+
     old_session: Name
     session: Name
     layout: Layout
     deadline_ms: Milliseconds
+
+
+class RolloverAck(Message, frozen=True, tag="rollover_ack"):
+    """P→D: every task of that session is terminal here, and none will be submitted to it again."""
+
+    session: Name
 
 
 class Bye(Message, frozen=True, tag="bye"):
@@ -203,6 +212,7 @@ AnyMessage = (
     | Abort
     | AbortAck
     | Rollover
+    | RolloverAck
     | Bye
 )
 UNSEQUENCED = (Hello, Welcome, Refused, WrongIncarnation, Ping, Pong)

@@ -23,7 +23,17 @@ FLOORS: list[tuple[str, ...]] = [
     ("progress", "cuda_events", "wire"),
     ("registry", "flow", "link", "hello", "contacts", "dialer", "reception"),
     ("transfer", "forward", "chunk", "destination"),
-    ("prefill_room", "decode_room", "sender", "receiver", "prefill", "decode"),
+    (
+        "prefill_report",
+        "prefill_room",
+        "decode_room",
+        "sessions",
+        "rollover",
+        "sender",
+        "receiver",
+        "prefill",
+        "decode",
+    ),
     ("node", "service", "control", "loop_thread"),
     ("orchestrator",),  # the package itself, which hands out the public names
     ("adapters", "testing"),

@@ -167,6 +167,12 @@ class Engine(Protocol):
         ...
 
     @property
+    def ports(self) -> tuple[int, ...]:
+        """TCP ports it listens on, also once it is closed: whoever writes to this session reaches these, so they must
+        not become another engine's while a writer may still hold the session. Empty without ports."""
+        ...
+
+    @property
     def pending(self) -> int:
         """Batches that are not done. While it is above zero somebody must call ``poll``."""
         ...

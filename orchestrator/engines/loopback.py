@@ -60,6 +60,7 @@ class LoopbackEngine:
         self.info = EngineInfo("loopback", "1", "memory", "one-block")
         self.limits = limits or EngineLimits()
         self.session = session
+        self.ports: tuple[int, ...] = ()
         self.regions = Regions()
         self.copies_per_poll = copies_per_poll
         self._fabric = fabric

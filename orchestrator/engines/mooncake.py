@@ -22,6 +22,7 @@ from orchestrator.engines.draining import POLL_INTERVAL, drain, poll_guarded
 from orchestrator.engines.mooncake_abi import Abi
 from orchestrator.engines.mooncake_completion import BatchStatus, Completion, OneBlock
 from orchestrator.engines.mooncake_contact import FirstContacts
+from orchestrator.engines.ports import listening_ports
 from protocols.blocks import Blocks
 from protocols.errors import BrokenPeerError, ClosedError, ConfigError, EngineUnavailableError
 from protocols.ids import Session
@@ -62,11 +63,13 @@ class MooncakeEngine:
         module = mooncake_env.load()
         features = mooncake_abi.trusted()
         native = module.TransferEngine()
+        before = listening_ports()
         code = native.initialize(host, "P2PHANDSHAKE", transport, devices)
         if code != 0:
             raise EngineUnavailableError("mooncake could not start", host=host, transport=transport, code=code)
         self.limits = limits or EngineLimits()
         self.session = Session(f"{host}:{native.get_rpc_port()}")
+        self.ports = tuple(sorted(listening_ports() - before))
         self._native: Any = native
         self._abi = Abi(str(module.__file__), native.get_engine_ptr())
         self._features = features

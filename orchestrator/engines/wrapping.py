@@ -42,6 +42,10 @@ class WrappingEngine(ABC):
         return self.inner.session
 
     @property
+    def ports(self) -> tuple[int, ...]:
+        return self.inner.ports
+
+    @property
     def pending(self) -> int:
         return len(self._open)
 

@@ -107,7 +107,7 @@ class Cluster:
         for node in self.nodes:
             if node.sender is not None:
                 left += [repr(room) for room in node.sender.rooms]
-                left += [f"lane {lane.session} is busy" for lane in node.sender.lanes.values() if not lane.idle]
+                left += [f"lane {lane.session} is busy" for lane in node.sender.sessions.lanes.values() if not lane.idle]
                 left += [f"{node.sender.engine.pending} batches pending"] if node.sender.engine.pending else []
             if node.receiver is not None:
                 left += [repr(room) for room in node.receiver.rooms]

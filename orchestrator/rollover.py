@@ -1,0 +1,171 @@
+"""Engine rollover: how the decode empties its quarantine without a restart (N11).
+
+A new engine over the same memory is made and announced; rooms of the old session finish or fail until a deadline; the
+old engine is deleted, which is the fence for everything that was offered under its session; its ports are held until
+every peer has said that none of its tasks uses that session any more. Loop thread only; the shell around
+`protocols.machines.ROLLOVER`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from orchestrator.clock import Timer
+from orchestrator.engines.base import Engine
+from orchestrator.engines.ports import HeldPorts
+from orchestrator.link import Link
+from protocols.errors import BusyError, ConfigError, IllegalTransitionError, TransferError
+from protocols.ids import Session
+from protocols.machines import ROLLOVER, Action, Machine, RolloverEvent, RolloverState
+from protocols.messages import Rollover
+
+if TYPE_CHECKING:
+    from orchestrator.decode_room import DecodeRoom
+    from orchestrator.receiver import Receiver
+
+MakeEngine = Callable[[], Engine]
+"""Makes another engine with every region of the layout registered. Loop thread; a few milliseconds."""
+
+
+class EngineRollover:
+    """At most two engines are alive: the next rollover waits for the old engine's end."""
+
+    def __init__(self, receiver: Receiver, make_engine: MakeEngine | None) -> None:
+        self.machine = Machine(ROLLOVER, RolloverState.IDLE)
+        self.fences = 0
+        """Old engines deleted so far."""
+        self._receiver = receiver
+        self._make_engine = make_engine
+        self._old: Engine | None = None
+        self._timer: Timer | None = None
+        self._awaited: set[Link] = set()
+        self._ports: HeldPorts | None = None
+        self._reason = ""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def possible(self) -> bool:
+        """Whether `start` would begin one now."""
+        return self._make_engine is not None and self.machine.state is RolloverState.IDLE
+
+    def start(self, reason: str) -> None:
+        """Begin. Raises ConfigError without a way to make engines, BusyError while one is under way."""
+        if self._make_engine is None:
+            raise ConfigError(
+                "this decode side cannot make another engine", hint="Give start_decode a `renew` function."
+            )
+        if self.machine.state is not RolloverState.IDLE:
+            raise BusyError("a rollover is under way", state=self.machine.state.name)
+        self._reason = reason
+        self._fire(RolloverEvent.START)
+
+    def room_ended(self) -> None:
+        """A room is over: if none uses the old session any more, there is nothing to wait for."""
+        if self.machine.state is RolloverState.ANNOUNCED and not self._rooms_of_old():
+            self._fire(RolloverEvent.EXPIRE)
+
+    def acked(self, link: Link, session: str) -> None:
+        """A peer is done with the old session, or it is gone."""
+        if self._old is not None and session == self._old.session:
+            self._awaited.discard(link)
+            self._check_acked()
+
+    def peer_gone(self, link: Link) -> None:
+        self._awaited.discard(link)
+        self._check_acked()
+
+    async def close(self) -> None:
+        """The decode side stops: end what is under way. The old engine is deleted before this returns."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        elif self._old is not None and self.machine.state is RolloverState.ANNOUNCED:
+            await self._old.close(self._receiver.config.drain_timeout_s)
+        if self._ports is not None:
+            self._ports.release()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _fire(self, event: RolloverEvent) -> None:
+        for action in self.machine.fire(event):
+            match action:
+                case Action.ANNOUNCE:
+                    self._announce()
+                case Action.DELETE:
+                    self._delete()
+                case Action.FENCE:
+                    self._fence()
+                case Action.RELEASE:
+                    self._release()
+                case _:
+                    raise IllegalTransitionError("not an action of a rollover", action=action.name)
+
+    def _announce(self) -> None:
+        assert self._make_engine is not None, "checked by start"
+        receiver = self._receiver
+        new = self._make_engine()
+        self._old, old = receiver.engine, receiver.session
+        receiver.use_engine(new)
+        timeout = receiver.config.rollover_timeout_s
+        self._tell(old, int(timeout * 1000))
+        receiver.log.warning("rollover", "engine rollover from %s to %s: %s", old, new.session, self._reason)
+        if self._rooms_of_old():
+            self._timer = receiver.clock.call_later(timeout, self._expired)
+        else:
+            receiver.loop.call_soon(self._expired)
+
+    def _expired(self) -> None:
+        if self.machine.accepts(RolloverEvent.EXPIRE):
+            self._fire(RolloverEvent.EXPIRE)
+
+    def _delete(self) -> None:
+        assert self._old is not None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for room in self._rooms_of_old():
+            room.fail(TransferError("the decode's engine was rolled over", session=self._old.session))
+        self._task = self._receiver.start_task(self._close_old(self._old))
+
+    async def _close_old(self, old: Engine) -> None:
+        try:
+            await old.close(self._receiver.config.drain_timeout_s)
+        finally:
+            self._task = None
+        self._fire(RolloverEvent.DELETED)
+
+    def _fence(self) -> None:
+        """Nothing can land through the old session any more: its failed leases are free."""
+        assert self._old is not None
+        receiver = self._receiver
+        self.fences += 1
+        self._ports = HeldPorts(receiver.loop, self._old.ports)
+        receiver.fenced(self._old.session)
+        self._awaited = {link for link in receiver.dialer.links.values() if link.up}
+        self._tell(self._old.session, 0)
+        self._check_acked()
+
+    def _check_acked(self) -> None:
+        if self.machine.state is RolloverState.FENCED and not self._awaited:
+            self._fire(RolloverEvent.ALL_ACKED)
+
+    def _release(self) -> None:
+        if self._ports is not None:
+            self._ports.release()
+        self._ports = None
+        self._old = None
+        self._receiver.check_quarantine()
+
+    def _rooms_of_old(self) -> list[DecodeRoom]:
+        old = self._old.session if self._old is not None else None
+        return [room for room in self._receiver.rooms if room.session == old and not room.outcome.status.ended]
+
+    def _tell(self, old: Session, deadline_ms: int) -> None:
+        receiver = self._receiver
+        message = Rollover(old_session=old, session=receiver.session, layout=receiver.layout, deadline_ms=deadline_ms)
+        for link in receiver.dialer.links.values():
+            if link.up:
+                link.post(message)
