@@ -26,6 +26,7 @@ from protocols.messages import (
     Pong,
     Refused,
     Rollover,
+    RolloverAck,
     Units,
     Welcome,
     WrongIncarnation,
@@ -80,7 +81,8 @@ SAMPLES: list[AnyMessage] = [
     Abort(src=SRC, dst=DST, seq=3, room=7, gen=2, origin="prefill", reason="cancelled"),
     AbortAck(src=SRC, dst=DST, seq=4, room=7, gen=2, session="s", in_doubt=Units(pages=b"\4\0\0\0", aux=(3,))),
     Rollover(src=SRC, dst=DST, seq=5, old_session="s", session="t", layout=make_layout(), deadline_ms=30_000),
-    Bye(src=SRC, dst=DST, seq=6),
+    RolloverAck(src=SRC, dst=DST, seq=6, session="s"),
+    Bye(src=SRC, dst=DST, seq=7),
 ]
 FRAMES = [encode(message) for message in SAMPLES]
 BARE: dict[str, Any] = {"type": "ping", "v": 1, "src": SRC, "dst": DST, "number": 1}

@@ -254,6 +254,16 @@ def test_a_fence_leaves_live_rooms_and_other_sessions_alone() -> None:
 
 
 @pytest.mark.row("C4")
+def test_a_room_moved_before_its_offer_is_fenced_with_the_session_it_was_offered_under() -> None:
+    book = granted()
+    book.move(ROOM, SESSIONS[1])
+    book.move(RoomKey(9, 9), SESSIONS[1])
+    book.fail(ROOM, "cancelled")
+    assert book.fence(SESSIONS[0]) == []
+    assert book.fence(SESSIONS[1]) == [ROOM]
+
+
+@pytest.mark.row("C4")
 def test_a_fence_frees_a_room_that_failed_for_no_given_reason() -> None:
     book = granted()
     book.fail(ROOM, "")

@@ -118,7 +118,7 @@ operations = st.one_of(
 
 
 @pytest.mark.row("C4")
-@examples(600)
+@examples(400)
 @given(st.lists(operations, max_size=40), st.booleans())
 def test_no_unit_is_free_of_which_a_writer_is_not_quiet(script: list[tuple[Any, ...]], crowded: bool) -> None:
     """Exactly the units that every writer is quiet about are free, after any sequence of events (V3)."""

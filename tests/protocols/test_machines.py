@@ -12,6 +12,7 @@ from protocols.machines import (
     DECODE_ROOM,
     FORWARD_PASS,
     PREFILL_ROOM,
+    ROLLOVER,
     Action,
     ChunkEvent,
     ChunkState,
@@ -22,6 +23,8 @@ from protocols.machines import (
     PassState,
     PrefillEvent,
     PrefillState,
+    RolloverEvent,
+    RolloverState,
 )
 
 AnyTable = Any
@@ -31,6 +34,7 @@ TABLES: dict[str, tuple[Any, Any, Any, Any, set[str]]] = {
     "prefill": (PREFILL_ROOM, PrefillState, PrefillEvent, PrefillState.WAITING, {"SUCCEEDED", "FAILED"}),
     "decode": (DECODE_ROOM, DecodeState, DecodeEvent, DecodeState.OFFERED, {"COMMITTED", "FAILED"}),
     "chunk": (CHUNK, ChunkState, ChunkEvent, ChunkState.REGISTERED, {"CONCLUDED", "FAILED"}),
+    "rollover": (ROLLOVER, RolloverState, RolloverEvent, RolloverState.IDLE, set()),
     "pass": (FORWARD_PASS, PassState, PassEvent, PassState.OPEN, {"ENDED", "DISCARDED"}),
 }
 ROOMS = ("prefill", "decode")
@@ -93,9 +97,9 @@ def test_tables_are_whole(name: str) -> None:
 
 @all_tables
 def test_every_state_reaches_an_end_and_ends_are_final(name: str) -> None:
-    table, states, _, _, ends = TABLES[name]
+    table, states, _, start, ends = TABLES[name]
     for state in states:
-        assert {each.name for each in reach(table, state)} & ends
+        assert {each.name for each in reach(table, state)} & (ends or {start.name})
         if state.name in ends:
             assert reach(table, state) == {state}
         else:
@@ -223,6 +227,19 @@ def test_a_pass_has_one_end_and_may_be_closed_again() -> None:
         for again in PassEvent:
             machine.fire(again)
             assert machine.state is end
+
+
+@pytest.mark.row("N11")
+def test_a_rollover_goes_one_way_round_and_fences_once_the_engine_is_deleted() -> None:
+    done: list[Action] = []
+    machine = Machine(ROLLOVER, RolloverState.IDLE)
+    for event in (RolloverEvent.START, RolloverEvent.EXPIRE, RolloverEvent.DELETED, RolloverEvent.ALL_ACKED):
+        assert [each for each in RolloverEvent if machine.accepts(each)] == [event], (
+            "one at a time: two engines at most"
+        )
+        done += machine.fire(event)
+    assert done == [Action.ANNOUNCE, Action.DELETE, Action.FENCE, Action.RELEASE]
+    assert machine.state is RolloverState.IDLE
 
 
 def test_the_arrows_drawn_are_in_the_tables() -> None:

@@ -53,6 +53,7 @@ def test_the_messages_of_the_protocol() -> None:
         "Abort",
         "AbortAck",
         "Rollover",
+        "RolloverAck",
         "Bye",
     ]
     assert [cls.__name__ for cls in UNSEQUENCED] == ["Hello", "Welcome", "Refused", "WrongIncarnation", "Ping", "Pong"]
@@ -99,6 +100,7 @@ def test_numbers_texts_and_byte_strings_are_bounded_in_the_type(cls: type[msgspe
         ("Abort", {"room", "gen", "origin", "reason"}),
         ("AbortAck", {"room", "gen", "session"}),
         ("Rollover", {"old_session", "session", "layout", "deadline_ms"}),
+        ("RolloverAck", {"session"}),
         ("Bye", set()),
     ],
 )
