@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.blocks import (
+    MARKS,
     Blocks,
     Ints,
     check_units,
@@ -255,6 +256,17 @@ def test_units_must_lie_in_the_region_and_be_named_once(indices: list[int], limi
     else:
         with pytest.raises(MismatchError, match="pages"):
             check_units(ints(indices), limit, "pages")
+
+
+@pytest.mark.row("E5")
+@given(st.lists(st.integers(0, 8), max_size=8), st.integers(0, 2**40))
+def test_units_far_apart_are_told_from_repeated_ones(indices: list[int], stride: int) -> None:
+    far = ints([each * (MARKS + stride) for each in indices])
+    if len(set(indices)) == len(indices):
+        check_units(far, 2**60, "pages")
+    else:
+        with pytest.raises(MismatchError, match="duplicate pages"):
+            check_units(far, 2**60, "pages")
 
 
 @pytest.mark.row("E5")
