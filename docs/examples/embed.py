@@ -89,7 +89,7 @@ def decode(other: Connection) -> None:
     pool, slot = Pool(), 5
     pages = np.random.default_rng(2).permutation(PAGES)[: -(-PROMPT // PAGE_SIZE)]
     with EmbeddedLoop(CONFIG) as loop:
-        worker = loop.start_decode(MooncakeEngine(), pool.layout)
+        worker = loop.start_decode(MooncakeEngine(), pool.layout, renew=MooncakeEngine)
         handle = worker.expect(ROOM, GEN, [other.recv()], pages, total_tokens=PROMPT, aux_slot=slot)
         result = handle.wait()  # or handle.poll(), or: await handle
         if result.error:
