@@ -17,6 +17,8 @@ class Config:
     """Send layers while the forward runs. Off: the same coroutine sends the whole chunk after its forward."""
     layer_group: int = 8
     """Hooked layers sent as one batch (layers)."""
+    digest: bool = False
+    """Hash every page on both sides and commit only if they agree; both sides must have it on. Host pools only."""
     link_quantum_bytes: int = 256 << 10
     """How much one room sends before the next room of the same peer has its turn (bytes)."""
 

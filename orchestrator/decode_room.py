@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from orchestrator.clock import Timer
+from orchestrator.digest import check_digests
 from orchestrator.link import Link
 from orchestrator.outcome import Outcome
 from orchestrator.trace import TransferResult, difference
@@ -151,6 +152,28 @@ class DecodeRoom:
         except KvferryError as exc:
             self.fail(MismatchError(exc.what, **exc.data))
             return
+        if self.receiver.config.digest:
+            self.receiver.start_task(self._compare(dones))
+        else:
+            self._committed(dones)
+
+    async def _compare(self, dones: list[Done]) -> None:
+        """Every page must hold what its sender hashed. Never raises."""
+        layout, want = self.receiver.layout, self.expectation
+        buffers = {buffer.id: buffer for buffer in layout.buffers}
+        prefix = want.prefix_tokens // layout.page_size
+        try:
+            for done in dones:
+                await check_digests(done.digests, done.coverage, buffers, want.pages, prefix)
+        except KvferryError as exc:
+            self.fail(MismatchError(exc.what, hint=exc.hint, **exc.data))
+        except Exception as exc:
+            self.fail(MismatchError(f"the digests could not be compared: {exc}"))
+        else:
+            if not self.outcome.failed:
+                self._committed(dones)
+
+    def _committed(self, dones: list[Done]) -> None:
         self.bytes = sum(done.bytes for done in dones)
         self.blocks = sum(done.blocks for done in dones)
         self.stamps["committed"] = self.receiver.clock.now()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from orchestrator.chunk import Chunk, ChunkData
+from orchestrator.digest import hash_pages
 from orchestrator.flow import Handover, Lane
 from orchestrator.link import Link
 from orchestrator.trace import Span
@@ -19,7 +20,7 @@ from protocols.ids import RoomKey, Session
 from protocols.layout import LayerBuffer, Layout, Pair
 from protocols.leases import KINDS, UnitSet
 from protocols.machines import ChunkEvent
-from protocols.messages import AbortAck, Offer, Units
+from protocols.messages import AbortAck, Digest, Offer, Units
 from protocols.planning import ChunkPlan, units_at
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Destination:
         self.plans: dict[int, ChunkPlan] = {}
         """By the chunk's start token."""
         self.ledger = Ledger()
+        self.digests: list[Digest] = []
         self.bytes = 0
         self.blocks = 0
         self.committed = False
@@ -97,6 +99,15 @@ class Destination:
         room.outstanding += 1
         chunk.outstanding += 1
         self.lane.post(handover)
+
+    async def digest(self, data: ChunkData) -> None:
+        """Add the hashes of a chunk's pages as they stand in the source now."""
+        plan = None if self.dummy else self.plans[data.key.start_token]
+        if plan is None or not plan.positions:
+            return
+        pairs = [pair for pair in self._pairs.values() if pair.src.unit == "page"]
+        hashes = await hash_pages([pair.src for pair in pairs], plan.runs.source_pages())
+        self.digests.append(Digest(tuple(pair.dst.id for pair in pairs), plan.positions, hashes))
 
     def aux_blocks(self, data: ChunkData) -> Iterator[tuple[list[Pair], Blocks, Runs]]:
         """Blocks of the aux slot and of the state rows, each with its positions. Raises MismatchError when only one

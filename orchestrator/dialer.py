@@ -14,6 +14,7 @@ from orchestrator.engines.base import Engine
 from orchestrator.hello import make_hello
 from orchestrator.link import Link, LinkOwner
 from orchestrator.wire import ControlNetwork
+from protocols.breaker import Breaker
 from protocols.codec import decode, decode_envelope
 from protocols.errors import BrokenPeerError, KvferryError, MalformedFrameError, RefusedError
 from protocols.ids import Incarnation
@@ -70,6 +71,7 @@ class Dialer:
         self._loop = loop
         self._owner = owner
         self._dials: dict[str, _Dial] = {}
+        self._breakers: dict[str, Breaker] = {}
         self._count = 0
         self.bad_frames = 0
 
@@ -82,6 +84,11 @@ class Dialer:
         BrokenPeerError when nobody answers in `connect_timeout_s`, ConfigError for an impossible address."""
         dial = self._dials.get(address)
         if dial is None:
+            breaker = self._breakers.get(address)
+            if breaker is not None and not breaker.allow(self._clock.now()):
+                wait = round(breaker.retry_in(self._clock.now()), 2)
+                on_error(BrokenPeerError("the prefill worker keeps not answering", address=address, retry_in_s=wait))
+                return
             try:
                 dial = self._dial(address)
             except KvferryError as exc:
@@ -127,6 +134,7 @@ class Dialer:
                     seconds=self._config.connect_timeout_s,
                     hint="Check that a prefill worker listens there.",
                 ),
+                unanswered=True,
             )
             return
         dial.link.send(make_hello(self._layout, self._engine, self._config, "decode", dial.number))
@@ -202,13 +210,19 @@ class Dialer:
             if dial.timer is not None:
                 dial.timer.cancel()
                 dial.timer = None
+            self._breakers.pop(address, None)
             link.welcome()
             waiting, dial.waiting = dial.waiting, []
             for on_up, _ in waiting:
                 on_up(link)
 
-    def _fail(self, address: str, error: KvferryError) -> None:
-        """Nobody gets this link; the next use dials anew."""
+    def _fail(self, address: str, error: KvferryError, *, unanswered: bool = False) -> None:
+        """Nobody gets this link; the next use dials anew, unless the address keeps not answering."""
+        if unanswered:
+            breaker = self._breakers.setdefault(address, Breaker(random.Random(self._rng.random())))
+            breaker.failed(self._clock.now())
+        else:
+            self._breakers.pop(address, None)
         dial = self._dials.pop(address)
         self.links.pop(address, None)
         if dial.timer is not None:

@@ -21,6 +21,7 @@ from orchestrator.progress import Pacer
 from orchestrator.receiver import Receiver, new_incarnation
 from orchestrator.sender import Sender
 from orchestrator.wire import ControlNetwork, ZmqNetwork
+from protocols.errors import ConfigError
 from protocols.layout import Layout
 
 ENGINE_DRAIN_S = 1.0
@@ -65,6 +66,7 @@ class Node:
         Raises BusyError for a port that is taken, ConfigError.
         """
         assert self.sender is None, "one prefill side a node"
+        check_digest(config or Config(), layout)
         sender = Sender(
             me=new_incarnation(self.rng),
             layout=layout,
@@ -94,6 +96,7 @@ class Node:
         empties only with the end of the process.
         """
         assert self.receiver is None, "one decode side a node"
+        check_digest(config or Config(), layout)
         self.receiver = Receiver(
             me=new_incarnation(self.rng),
             layout=layout,
@@ -137,3 +140,9 @@ class Node:
         self._engines.clear()
         self.pacer.close()
         self.network.close()
+
+
+def check_digest(config: Config, layout: Layout) -> None:
+    """Raise ConfigError for page digests of memory that this process cannot read."""
+    if config.digest and layout.memory != "host":
+        raise ConfigError("page digests need a pool in host memory", memory=layout.memory, hint="Switch digest off.")

@@ -214,6 +214,12 @@ class PrefillRoom:
             self.spans.append(span)
         return span
 
+    async def prove(self, chunk: Chunk) -> None:
+        """Hash what was sent, for the decode to compare; nothing unless configured."""
+        if self.sender.config.digest:
+            for destination in list(self.destinations.values()):
+                await destination.digest(chunk.data)
+
     def is_next(self, chunk: Chunk) -> bool:
         """Whether every chunk registered before this one has concluded."""
         return list(self.chunks)[self.concluded_chunks] == chunk.key.start_token
@@ -305,6 +311,7 @@ class PrefillRoom:
                     bytes=destination.bytes,
                     blocks=destination.blocks,
                     timing=timing(self),
+                    digests=tuple(destination.digests),
                 )
             )
 

@@ -18,7 +18,7 @@ from orchestrator.engines.ports import HeldPorts
 from orchestrator.link import Link
 from protocols.errors import BusyError, ConfigError, IllegalTransitionError, TransferError
 from protocols.ids import Session
-from protocols.machines import ROLLOVER, Action, Machine, RolloverEvent, RolloverState
+from protocols.machines import ROLLOVER, Action, DecodeState, Machine, RolloverEvent, RolloverState
 from protocols.messages import Rollover
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class EngineRollover:
 
     def _rooms_of_old(self) -> list[DecodeRoom]:
         old = self._old.session if self._old is not None else None
-        return [room for room in self._receiver.rooms if room.session == old and not room.outcome.status.ended]
+        return [r for r in self._receiver.rooms if r.session == old and r.machine.state is DecodeState.OFFERED]
 
     def _tell(self, old: Session, deadline_ms: int) -> None:
         receiver = self._receiver

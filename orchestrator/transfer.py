@@ -31,6 +31,7 @@ async def run_chunk(chunk: Chunk, room: PrefillRoom) -> None:
         await chunk.settled()
         chunk.machine.fire(ChunkEvent.LAND)
         await chunk.turn()
+        await room.prove(chunk)
         chunk.machine.fire(ChunkEvent.CONCLUDE)
         room.concluded(chunk)
     except asyncio.CancelledError:

@@ -77,6 +77,12 @@ class Runs:
     def pages(self) -> int:
         return int(self.count.sum())
 
+    def source_pages(self) -> Ints:
+        """Every source page, in order."""
+        ends = np.cumsum(self.count)
+        within = np.arange(self.pages, dtype=np.int64) - np.repeat(ends - self.count, self.count)
+        return np.repeat(self.src, self.count) + within
+
 
 def page_array(pages: object, what: str = "pages") -> Ints:
     """``pages`` (None, sequence, numpy array, or anything with ``__array__``) as a one-dimensional int64 array.

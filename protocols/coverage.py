@@ -53,7 +53,8 @@ class Expected:
     def __init__(self, wanted: Mapping[int, tuple[int, int, int]]) -> None:
         """``wanted``: buffer id -> (item_len, first position, count of positions)."""
         self._wanted = {buffer: want for buffer, want in wanted.items() if want[2]}
-        self._reported: dict[int, list[tuple[int, int]]] = {buffer: [] for buffer in self._wanted}
+        self._reported: dict[int, list[Runs]] = {buffer: [] for buffer in self._wanted}
+        """By reference: a frame that names one long list for thousands of buffers must not be multiplied here."""
 
     def add(self, coverage: Sequence[Coverage]) -> None:
         """Take one rank's report. Raises MismatchError for a buffer or a part of an item that was not asked for."""
@@ -70,25 +71,28 @@ class Expected:
                         length=entry.length,
                         item=want[0],
                     )
-                self._reported[buffer].extend(entry.runs)
+                if entry.runs:
+                    self._reported[buffer].append(entry.runs)
 
     def check(self) -> None:
         """Raise MismatchError unless every buffer is covered exactly: no gap, no overlap, nothing beyond."""
-        verified: dict[tuple[tuple[tuple[int, int], ...], int, int], None] = {}
+        verified: set[tuple[tuple[int, ...], int, int]] = set()
         for buffer, (_, first, count) in self._wanted.items():
-            runs = self._reported[buffer]
-            known = (tuple(runs), first, count)
-            if known in verified:
-                continue
-            at = first
-            for start, length in sorted(runs):
-                if start != at:
-                    what = "gap" if start > at else "overlap"
-                    raise MismatchError(f"coverage has a {what}", buffer=buffer, at=min(at, start), reported=len(runs))
-                at += length
-            if at != first + count:
-                what = "gap" if at < first + count else "excess"
-                raise MismatchError(
-                    f"coverage has a {what}", buffer=buffer, at=min(at, first + count), reported=len(runs)
-                )
-            verified[known] = None
+            reports = self._reported[buffer]
+            known = (tuple(id(report) for report in reports), first, count)  # buffers share their reports' run lists
+            if known not in verified:
+                _check_runs(buffer, sorted(run for report in reports for run in report), first, count)
+                verified.add(known)
+
+
+def _check_runs(buffer: int, runs: list[tuple[int, int]], first: int, count: int) -> None:
+    """Raise MismatchError unless these sorted runs are exactly ``[first, first + count)``."""
+    at = first
+    for start, length in runs:
+        if start != at:
+            what = "gap" if start > at else "overlap"
+            raise MismatchError(f"coverage has a {what}", buffer=buffer, at=min(at, start), reported=len(runs))
+        at += length
+    if at != first + count:
+        what = "gap" if at < first + count else "excess"
+        raise MismatchError(f"coverage has a {what}", buffer=buffer, at=min(at, first + count), reported=len(runs))

@@ -74,6 +74,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     page_order: Annotated[str, Meta(max_length=32)] = "NHD"
     """Order of the axes within a page: tokens, heads, dim."""
     group_order: Annotated[str, Meta(max_length=32)] = "layer"
+    memory: Annotated[str, Meta(max_length=32)] = "host"
+    """Where the pool lies: ``host`` or ``cuda``. Sides may differ; page digests need host memory."""
     tp_rank: Natural = 0
     tp_size: Positive = 1
     pp_rank: Natural = 0

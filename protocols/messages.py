@@ -136,6 +136,15 @@ class Coverage(msgspec.Struct, frozen=True):
     runs: Annotated[tuple[Run, ...], Meta(max_length=1 << 20)]
 
 
+class Digest(msgspec.Struct, frozen=True):
+    """A 64-bit hash for each position of ``runs``, in order, little endian: of the page's bytes in these buffers (the
+    receiver's ids), one after the other."""
+
+    buffers: Annotated[tuple[Natural, ...], Meta(max_length=4096)]
+    runs: Annotated[tuple[Run, ...], Meta(max_length=1 << 20)]
+    hashes: PageBytes
+
+
 class Done(Message, frozen=True, tag="done"):
     room: Natural
     gen: Generation
@@ -145,6 +154,7 @@ class Done(Message, frozen=True, tag="done"):
     bytes: Natural = 0
     blocks: Natural = 0
     timing: dict[str, float] = {}
+    digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_COVERAGE)] = ()
 
 
 class Committed(Message, frozen=True, tag="committed"):

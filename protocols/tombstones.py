@@ -30,6 +30,11 @@ class Tombstones(Generic[T]):
         return len(self._by_key)
 
     def add(self, key: RoomKey, verdict: T, now: float, *, in_doubt: bool = False) -> None:
+        """A stone in doubt stays so, whatever is added over it, until `settle`."""
+        known = self._by_key.get(key)
+        self._put(key, verdict, now, in_doubt or (known is not None and known.in_doubt))
+
+    def _put(self, key: RoomKey, verdict: T, now: float, in_doubt: bool) -> None:
         expires = now + self._keep_s
         self._by_key[key] = Tombstone(verdict, in_doubt, expires)
         self._order.append((expires, key))
@@ -45,7 +50,7 @@ class Tombstones(Generic[T]):
         """Nothing of this room is in doubt any more: it expires like the others, counted from now."""
         stone = self._by_key.get(key)
         if stone is not None and stone.in_doubt:
-            self.add(key, stone.verdict, now)
+            self._put(key, stone.verdict, now, in_doubt=False)
 
     def take_expired(self, now: float) -> list[RoomKey]:
         """Forget what expired and return its keys. Amortised constant time."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from orchestrator.chunk import ChunkSpec
 from orchestrator.config import Config
@@ -42,8 +43,10 @@ class Cluster:
         wrap: Wrap | None = None,
         limits: EngineLimits | None = None,
         seed: int = 0,
+        digest: bool = True,
     ) -> None:
-        """``wrap`` is put around each prefill's engine (to make it faulty or paced)."""
+        """Page digests are on unless ``digest`` says otherwise; ``wrap`` is put around each prefill's engine (to make
+        it faulty or paced)."""
         self.network = MemoryNetwork()
         self.fabric = LoopbackFabric()
         self.prefill_pools = list(prefills)
@@ -54,8 +57,8 @@ class Cluster:
         self.nodes: list[Node] = []
         self.decode_nodes: list[Node] = []
         self.prefill_nodes: list[Node] = []
-        self._config = config or Config()
-        self._decode_config = decode_config or self._config
+        self._config = replace(config or Config(), digest=digest)
+        self._decode_config = replace(decode_config or self._config, digest=digest)
         self._events = events
         self._wrap = wrap or (lambda engine: engine)
         self._limits = limits
@@ -107,7 +110,9 @@ class Cluster:
         for node in self.nodes:
             if node.sender is not None:
                 left += [repr(room) for room in node.sender.rooms]
-                left += [f"lane {lane.session} is busy" for lane in node.sender.sessions.lanes.values() if not lane.idle]
+                left += [
+                    f"lane {lane.session} is busy" for lane in node.sender.sessions.lanes.values() if not lane.idle
+                ]
                 left += [f"{node.sender.engine.pending} batches pending"] if node.sender.engine.pending else []
             if node.receiver is not None:
                 left += [repr(room) for room in node.receiver.rooms]
