@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -49,11 +50,15 @@ def _run(chosen: Options) -> int:
     console = Console()
     with _progress() as say:
         results = driver.run(chosen, say)
-    report.show(results, console)
     _write(chosen, files.as_json(results))
     if chosen.trace is not None:
         files.write_json(chosen.trace, files.as_trace(results))
-        console.print(f"timeline for chrome://tracing or ui.perfetto.dev: {chosen.trace}", highlight=False)
+    try:
+        report.show(results, console)
+        if chosen.trace is not None:
+            console.print(f"timeline for chrome://tracing or ui.perfetto.dev: {chosen.trace}", highlight=False)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EQUAL if results.ok else UNEQUAL
 
 

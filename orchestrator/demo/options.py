@@ -17,6 +17,8 @@ Inject = Literal["drop-layer", "corrupt-page", "skip-draft"]
 INJECTIONS: tuple[str, ...] = get_args(Inject)
 INJECTED_TOKENS = 8
 """New tokens of an injected run: it only has to show the fault."""
+MAX_POOL_TOKENS = 32768
+"""1.6 GB in each of two processes."""
 FULL_REPEATS = 5
 """Repetitions behind each median of the full demo."""
 
@@ -86,6 +88,10 @@ def parse(argv: list[str]) -> Options:
     given = parser().parse_args(argv)
     for name in ("chunk_tokens", "layer_group", "page_size", "pool_tokens"):
         _at_least_one(name, getattr(given, name))
+    if given.pool_tokens > MAX_POOL_TOKENS:
+        raise ConfigError(f"--pool-tokens must be at most {MAX_POOL_TOKENS}, not {given.pool_tokens}")
+    if given.page_size > given.pool_tokens:
+        raise ConfigError(f"a page of {given.page_size} tokens is larger than the pool of {given.pool_tokens}")
     if given.max_new_tokens is not None:
         _at_least_one("max_new_tokens", given.max_new_tokens)
     if not (given.link_gbps > 0 and math.isfinite(given.link_gbps)):

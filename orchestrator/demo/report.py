@@ -106,10 +106,10 @@ def gain(case: Case, suffix: str) -> str:
     if monolithic is None or layerwise is None:
         return ""
     runs = len(case.transfers["layerwise" + suffix])
-    link = "the paced link" if suffix else "loopback"
+    link = "paced link" if suffix else "loopback"
     median = f" (medians of {runs})" if runs > 1 else ""
     return (
-        f"exposed over {link}: monolithic {monolithic.exposed_s * 1e3:.1f} ms, "
+        f"exposed, {link}: monolithic {monolithic.exposed_s * 1e3:.1f} ms, "
         f"layer-wise {layerwise.exposed_s * 1e3:.1f} ms{median}"
     )
 

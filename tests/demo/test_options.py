@@ -51,6 +51,8 @@ def test_prompts_given_replace_the_defaults_and_get_short_names(tmp_path: Path) 
         (["--layer-group", "0"], "--layer-group must be at least 1, not 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, not 0"),
         (["--page-size", "x"], "invalid int value: 'x'. See kvferry demo --help"),
+        (["--pool-tokens", "40000"], "--pool-tokens must be at most 32768, not 40000"),
+        (["--page-size", "4096"], "a page of 4096 tokens is larger than the pool of 2048"),
         (["--link-gbps", "0"], "--link-gbps must be a positive number, not 0"),
         (["--link-gbps", "nan"], "--link-gbps must be a positive number, not nan"),
         (["--inject", "gremlins"], "invalid choice: 'gremlins'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_the_table_has_a_row_per_way() -> None:
     assert "1 Gb/s" in text
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
-    assert "exposed over the paced link: monolithic 900.0 ms, layer-wise 250.0 ms (medians" in text
+    assert "exposed, paced link: monolithic 900.0 ms, layer-wise 250.0 ms (medians of 3)" in text
     assert "decode says: Hi" in text
     assert "EQUAL to the single process" in text
 
@@ -89,10 +90,25 @@ def test_the_json_has_every_field() -> None:
 
 def test_the_trace_is_a_chrome_trace_with_every_transfer() -> None:
     content = json.loads(json.dumps(files.as_trace(samples.results())))
-    names = {event["args"]["name"] for event in content["traceEvents"] if event["ph"] == "M"}
+    events = content["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {f"1 long: {mode}" for mode in samples.case().transfers}
-    assert any(event["name"] == "forward 2 end" for event in content["traceEvents"])
-    assert all(event["ts"] >= 0 for event in content["traceEvents"] if "ts" in event)
+    assert all(event["ts"] >= 0 for event in events if "ts" in event)
+    forwards = [event for event in events if event["name"] in ("forward 1", "forward 2")]
+    assert len(forwards) == 2 * 8
+    assert all(event["dur"] == pytest.approx(1e6) for event in forwards)
+
+
+def test_bars_of_one_track_never_overlap_and_every_track_has_a_name() -> None:
+    events = files.as_trace(samples.results())["traceEvents"]
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert set(tracks) <= named
+    for bars in tracks.values():
+        assert all(first[1] <= second[0] for first, second in pairwise(sorted(bars)))
 
 
 def test_a_file_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path: Path) -> None:
