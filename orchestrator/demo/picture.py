@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.text import Text
 
@@ -43,8 +44,8 @@ def draw(timeline: Timeline, width: int) -> list[Text]:
             for cell in range(column(start), column(stop) + 1):
                 cells[cell] = mark
         text = Text(label[: LABEL_WIDTH - 1].ljust(LABEL_WIDTH))
-        for mark in cells:
-            text.append(mark, STYLES.get(mark, ""))
+        for mark, run in groupby(cells):
+            text.append("".join(run), STYLES.get(mark, ""))
         text.rstrip()
         return text
 
