@@ -15,8 +15,12 @@ class Config:
     """A stable name of this rank; a restarted worker that keeps it is recognised as the successor. Empty: none."""
     layerwise: bool = True
     """Send layers while the forward runs. Off: the same coroutine sends the whole chunk after its forward."""
-    layer_group: int = 8
-    """Hooked layers sent as one batch (layers)."""
+    layer_group: int | None = None
+    """Hooked layers sent as one batch. None: sizes follow what was measured, and taper towards the forward's end."""
+    max_layer_group: int = 8
+    """Largest group when sizes are adaptive (layers)."""
+    admission: bool = False
+    """Refuse a room when the link model predicts that it cannot land by its deadline."""
     digest: bool = False
     """Hash every page on both sides and commit only if they agree; both sides must have it on. Host pools only."""
     link_quantum_bytes: int = 256 << 10

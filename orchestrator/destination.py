@@ -109,6 +109,15 @@ class Destination:
         hashes = await hash_pages([pair.src for pair in pairs], plan.runs.source_pages())
         self.digests.append(Digest(tuple(pair.dst.id for pair in pairs), plan.positions, hashes))
 
+    def predict(self, plan: ChunkPlan) -> float | None:
+        """Seconds to move all of the room's pages here, alone on the link, if they lie as this chunk's do."""
+        if self.lane is None or not plan.runs.pages:
+            return None
+        pages = [pair.dst for pair in self._pairs.values() if pair.src.unit == "page"]
+        blocks = len(self.pages) * len(pages) * len(plan.runs) // plan.runs.pages
+        nbytes = len(self.pages) * sum(buffer.item_len for buffer in pages)
+        return self.lane.model.predict(nbytes, max(blocks, len(pages)))
+
     def aux_blocks(self, data: ChunkData) -> Iterator[tuple[list[Pair], Blocks, Runs]]:
         """Blocks of the aux slot and of the state rows, each with its positions. Raises MismatchError when only one
         side has them, or the counts differ."""

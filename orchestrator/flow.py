@@ -18,6 +18,7 @@ from orchestrator.trace import Span
 from protocols.blocks import Blocks
 from protocols.errors import BrokenPeerError, KvferryError
 from protocols.ids import RoomKey, Session
+from protocols.linkmodel import LinkModel
 from protocols.window import Window, WindowStatistics
 
 
@@ -65,6 +66,29 @@ class LaneStatistics:
     batches: int
 
 
+CALM_BATCHES = 256
+"""Batches without a dry window after which a widened one narrows again."""
+LONG_PERIOD_BYTES = 64 << 20
+"""A busy period longer than this is observed in pieces."""
+
+
+class _Busy:
+    """A period in which something was in flight."""
+
+    __slots__ = ("blocks", "nbytes", "since", "spoilt", "starts")
+
+    def __init__(self, since: float, starts: int = 1) -> None:
+        self.since = since
+        self.starts = starts
+        self.blocks = 0
+        self.nbytes = 0
+        self.spoilt = False
+
+    def add(self, blocks: int, nbytes: int) -> None:
+        self.blocks += blocks
+        self.nbytes += nbytes
+
+
 class Lane:
     """One session's queue and window. Loop thread only."""
 
@@ -85,6 +109,12 @@ class Lane:
         self._credit: dict[RoomKey, int] = {}
         self._pumping = False
         self._on_idle: list[Callable[[], object]] = []
+        self._most_blocks = limits.max_window_blocks
+        self._base_blocks = limits.window_blocks
+        self._calm = 0
+        self._busy: _Busy | None = None
+        self.model = LinkModel()
+        """What this link costs, learnt from its busy periods."""
         self.batches = 0
 
     @property
@@ -166,6 +196,9 @@ class Lane:
             handover.span.posted = self._clock.now()
         self.batches += 1
         nbytes = part.nbytes
+        if self._busy is None:
+            self._busy = _Busy(self._clock.now())
+        self._busy.add(count, nbytes)
         self._window.take(count, nbytes)
         self._credit[key] += nbytes
         if handover.posted == len(handover.blocks):
@@ -190,6 +223,7 @@ class Lane:
 
     def _batch_done(self, handover: Handover, first: int, batch: Batch, nbytes: int) -> None:
         self._window.give_back(len(batch.blocks), nbytes)
+        self._follow_lateness()
         handover.inflight = [(at, other) for at, other in handover.inflight if other is not batch]
         handover.in_doubt += [first + index for index in batch.in_doubt]
         handover.missed += len(batch.never_submitted)
@@ -198,10 +232,38 @@ class Lane:
             handover.span.landed = self._clock.now()
             handover.finish()
         self.pump()
+        self._observe(batch.failed)
         if self._on_idle and self.idle:
             callbacks, self._on_idle = self._on_idle, []
             for callback in callbacks:
                 callback()
+
+    def _follow_lateness(self) -> None:
+        """A window that ran dry while blocks were waiting was too small for how late the loop comes round (a busy
+        forward thread holds the GIL): widen it, within what a stopped peer may leave behind. Narrow it when calm."""
+        if self._window.idle and self._rooms:
+            self._window.max_blocks = min(self._most_blocks, 2 * self._window.max_blocks)
+            self._calm = 0
+        elif self._window.max_blocks > self._base_blocks:
+            self._calm += 1
+            if self._calm >= CALM_BATCHES:
+                self._window.max_blocks = max(self._base_blocks, self._window.max_blocks // 2)
+                self._calm = 0
+        self._max_batch = min(self._engine.limits.max_batch_blocks, max(1, self._window.max_blocks // 4))
+
+    def _observe(self, failed: bool) -> None:
+        """Teach the model at the end of a busy period, or once a long one has moved enough."""
+        busy = self._busy
+        if busy is None:
+            return
+        if failed:
+            busy.spoilt = True
+        over = self.idle
+        if over or busy.nbytes >= LONG_PERIOD_BYTES:
+            now = self._clock.now()
+            if not busy.spoilt:
+                self.model.observe(busy.nbytes, busy.blocks, now - busy.since, starts=busy.starts)
+            self._busy = None if over else _Busy(now, starts=0)
 
     def _failed(self, handover: Handover, batch: Batch) -> None:
         """The first failed block of a batch: nothing further is submitted for the room, what runs is drained."""

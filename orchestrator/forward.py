@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from orchestrator.clock import Clock
 from orchestrator.cuda_events import Event, EventSource
 from orchestrator.inbox import Inbox
+from orchestrator.planner import GroupPlan
 from protocols.errors import ClosedError, KvferryError
 from protocols.machines import FORWARD_PASS, Machine, PassEvent, PassState
 
@@ -39,15 +40,6 @@ class Group:
         self.ready_at: float | None = None
 
 
-class GroupPlan:
-    """Which hooked layers close a group. Fixed size: every ``size``-th, and the last one."""
-
-    def __init__(self, hooked: Sequence[int], size: int) -> None:
-        self.hooked = tuple(hooked)
-        last = self.hooked[-1:]
-        self.closing = frozenset((*self.hooked[size - 1 :: size], *last))
-
-
 class ForwardPass:
     """One model forward on the prefill worker.
 
@@ -64,6 +56,7 @@ class ForwardPass:
         clock: Clock,
         watch: Callable[[Event], asyncio.Future[None]],
         has_chunks: bool,
+        measured: Callable[[float, int], object],
     ) -> None:
         self._fired: list[int] = []
         self._closing = plan.closing if has_chunks else frozenset()
@@ -72,6 +65,10 @@ class ForwardPass:
         self._inbox = inbox
         self._clock = clock
         self._watch = watch
+        self._measured = measured
+        self._first_group: float | None = None
+        self._last_group = 0.0
+        self._layers_since = 0
         self._machine = Machine(FORWARD_PASS, PassState.OPEN)
         self.refused: list[str] = []
         """Chunks that were not taken, each with the reason: their rooms have ended, or are invalid."""
@@ -157,11 +154,18 @@ class ForwardPass:
                 chunk.setup_failed(event)
             return
         group = self._group(layers, event, at)
+        if self._first_group is None:
+            self._first_group = at
+        else:
+            self._layers_since += len(layers)
+            self._last_group = at
         for chunk in self.chunks:
             chunk.fire(group)
 
     def _on_end(self, leftover: tuple[int, ...], event: Event | Exception, at: float) -> None:
         chunks, self.chunks = self.chunks, []
+        if self._first_group is not None and self._layers_since:
+            self._measured(self._last_group - self._first_group, self._layers_since)
         if isinstance(event, Exception):
             for chunk in chunks:
                 chunk.fail(KvferryError(f"the end event could not be recorded: {event}"))
@@ -210,8 +214,3 @@ class LayerNotifier:
     def leave(self) -> None:
         with self._lock:
             self._pass = None
-
-
-def hooked_layers(layers: Iterable[tuple[int, bool]]) -> tuple[int, ...]:
-    """The layers that have a hook, ascending, from (layer, hooked) of every page buffer."""
-    return tuple(sorted({layer for layer, hooked in layers if hooked}))

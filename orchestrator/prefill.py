@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from orchestrator.chunk import ChunkData, ChunkSpec, as_transfer_error, validate
 from orchestrator.forward import ForwardPass
@@ -59,8 +60,16 @@ class Prefill:
                 continue
             outcome.specs[id(spec)] = (spec, data)
             taken.append(data)
+        sender = self._sender
+        pages = sum(len(data.pages) for data in taken)
         forward = ForwardPass(
-            self._sender.plan, self._sender.events, self._inbox, self._sender.clock, self._sender.watch, bool(taken)
+            sender.planner.plan_for(pages),
+            sender.events,
+            self._inbox,
+            sender.clock,
+            sender.watch,
+            bool(taken),
+            partial(sender.planner.observe, pages),
         )
         forward.refused = refused
         if taken:

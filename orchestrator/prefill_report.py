@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from orchestrator.trace import TransferResult, difference
+from orchestrator.trace import TransferResult, difference, union_length
 
 if TYPE_CHECKING:
     from orchestrator.prefill_room import PrefillRoom
@@ -33,6 +33,8 @@ def timing(room: PrefillRoom) -> dict[str, float]:
             difference(span.queued, span.landed) for span in room.spans if span.kind in ("fallback", "whole")
         ),
         "exposed": max(0.0, max(landed) - forward_end) if landed and forward_end is not None else None,
+        "transfer": union_length((span.posted, span.landed) for span in room.spans) or None,
+        "predicted": room.predicted,
         "commit": difference(room.stamps.get("done"), room.stamps.get("committed")),
     }
     return {name: value for name, value in named.items() if value is not None}

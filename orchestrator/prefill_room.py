@@ -24,7 +24,7 @@ from protocols.ids import Incarnation
 from protocols.layout import LayerBuffer
 from protocols.machines import PREFILL_ROOM, Action, ChunkEvent, Machine, PrefillEvent, PrefillState
 from protocols.messages import Abort, Done
-from protocols.planning import check_total, plan_chunk
+from protocols.planning import ChunkPlan, check_total, plan_chunk
 
 if TYPE_CHECKING:
     from orchestrator.sender import Sender
@@ -45,6 +45,8 @@ class PrefillRoom:
         self.outstanding = 0
         """Hand-overs of all chunks that are not done."""
         self.spans: list[Span] = []
+        self.predicted: float | None = None
+        """Seconds the link model gave the room's transfer, alone on its link, when its first chunk was planned."""
         self.stamps: dict[str, float] = {"known": sender.clock.now()}
         self._expected: int | None = None
         self._offered: asyncio.Future[None] = sender.loop.create_future()
@@ -177,8 +179,22 @@ class PrefillRoom:
                     destination.prefix_pages,
                     destination.pages,
                 )
-            destination.plans[data.key.start_token] = plan_chunk(
-                data.pages, data.positions, destination.prefix_pages, destination.pages
+            plan = plan_chunk(data.pages, data.positions, destination.prefix_pages, destination.pages)
+            destination.plans[data.key.start_token] = plan
+            self.sender.planner.fragmented(len(plan.runs), plan.runs.pages)
+            self._admit(destination, plan)
+
+    def _admit(self, destination: Destination, plan: ChunkPlan) -> None:
+        """Predict how long the room's bytes take on this link. Raises TransferError, if so configured, when they
+        cannot land by the deadline (N7)."""
+        predicted = destination.predict(plan)
+        if predicted is None or self.predicted is not None:
+            return
+        self.predicted = predicted
+        left = self._latest - self.sender.clock.now()
+        if self.sender.config.admission and predicted > left:
+            raise TransferError(
+                "the room cannot land by its deadline", predicted_s=round(predicted, 3), left_s=round(left, 3)
             )
 
     def hooked_buffers(self, layers: Iterable[int]) -> list[LayerBuffer]:

@@ -18,9 +18,10 @@ from orchestrator.contacts import Contacts
 from orchestrator.cuda_events import Event, EventSource, EventWatcher
 from orchestrator.destination import Destination
 from orchestrator.engines.base import Engine
-from orchestrator.forward import ForwardPass, GroupPlan, hooked_layers
+from orchestrator.forward import ForwardPass
 from orchestrator.link import Link, wait_until
 from orchestrator.log import RateLimited
+from orchestrator.planner import GroupPlanner
 from orchestrator.prefill_room import PrefillRoom
 from orchestrator.progress import Pacer
 from orchestrator.reception import Reception
@@ -79,8 +80,6 @@ class Sender:
         for buffer in self.page_buffers:
             if buffer.hooked:
                 self.hooked_buffers.setdefault(buffer.layer, []).append(buffer)
-        hooked = hooked_layers((buffer.layer, buffer.hooked) for buffer in self.page_buffers)
-        self.plan = GroupPlan(hooked if config.layerwise else (), config.layer_group)
         self.events = events
         self.address = ""
         self._watcher = EventWatcher(loop)
@@ -88,6 +87,7 @@ class Sender:
         self.pins = PinBook(layout.num_pages)
         self._contacts = Contacts(engine, layout, config, clock, rng, self._start, pacer.kick)
         self.sessions = Sessions(self, self._contacts)
+        self.planner = GroupPlanner(self.page_buffers, config, self.sessions.slowest)
         self.reception = Reception(self, me, network, self._contacts, rng)
         self._tasks: set[asyncio.Task[None]] = set()
         pacer.add(engine)

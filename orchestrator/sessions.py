@@ -39,6 +39,11 @@ class Sessions:
             )
         return lane
 
+    def slowest(self, nbytes: float, blocks: float) -> float | None:
+        """Seconds that so much takes, latency apart, on the slowest link that is known; None while none is."""
+        known = [lane.model for lane in self.lanes.values() if lane.model.known]
+        return max((model.costs().seconds(nbytes, blocks, 0) for model in known), default=None)
+
     def note_doubt(self, room: PrefillRoom) -> None:
         """An ended room left units in doubt: its verdict is remembered until they are fenced."""
         for peer, destination in room.destinations.items():

@@ -14,6 +14,8 @@ machines       the state tables: prefill room, decode room, chunk, forward pass
 leases         who may write which unit, and when it is free again
 window         blocks and bytes in flight
 breaker        whether a peer that failed is tried again
+grouping       how many layers to send together
+linkmodel      what a link costs, learnt online
 pins           which source pages may still be read
 tombstones     the verdicts of rooms that ended
 =============  ================================================================================

@@ -20,7 +20,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("config", "metrics", "trace", "clock", "log", "timerfd", "pages", "digest"),
     ("inbox", "outcome"),
     ("engines",),
-    ("progress", "cuda_events", "wire"),
+    ("progress", "cuda_events", "wire", "planner"),
     ("registry", "flow", "link", "hello", "contacts", "dialer", "reception"),
     ("transfer", "forward", "chunk", "destination"),
     (

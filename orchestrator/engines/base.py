@@ -47,6 +47,8 @@ class EngineLimits:
     """Most blocks in one ``submit``."""
     window_blocks: int = 64
     """Most blocks in flight to one session: what a stopped peer leaves behind drains in a bounded time."""
+    max_window_blocks: int = 256
+    """Most blocks in flight to one session while the loop is found to come round late (see `orchestrator.flow`)."""
     window_bytes: int = 8 << 20
     """Most bytes in flight to one session; one block may always be in flight, whatever its size."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from functools import partial
 from typing import Any, Literal
 
@@ -67,7 +68,8 @@ class MooncakeEngine:
         code = native.initialize(host, "P2PHANDSHAKE", transport, devices)
         if code != 0:
             raise EngineUnavailableError("mooncake could not start", host=host, transport=transport, code=code)
-        self.limits = limits or EngineLimits()
+        bound = mooncake_env.drain_bound(os.environ)
+        self.limits = limits or EngineLimits(window_blocks=min(64, bound), max_window_blocks=bound)
         self.session = Session(f"{host}:{native.get_rpc_port()}")
         self.ports = tuple(sorted(listening_ports() - before))
         self._native: Any = native

@@ -38,9 +38,12 @@ READ_AT_IMPORT = {
 READ_LATER = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",  # a stopped peer frees one block a lane in this time, plus a second
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
-    "MC_TCP_LANES_PER_PEER": "8",  # twice the default drains a stopped peer twice as fast
+    "MC_TCP_LANES_PER_PEER": "16",  # four times the default drains a stopped peer four times as fast
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # our own window is the limit, this only catches its errors
 }
+
+DRAIN_BUDGET_S = 60.0
+"""What a stopped peer has in flight must be terminal after this long."""
 
 OFF = ("0", "false", "off", "no")
 
@@ -91,6 +94,14 @@ def prepare(environ: MutableMapping[str, str], *, already_imported: bool = False
             environ.setdefault(name, value)
     for name, value in READ_LATER.items():
         environ.setdefault(name, value)
+
+
+def drain_bound(environ: Mapping[str, str]) -> int:
+    """Most blocks in flight to one peer, so that a stopped one is drained within the budget: it frees one block a lane
+    in each progress timeout plus a second (measured)."""
+    lanes = int(environ.get("MC_TCP_LANES_PER_PEER", READ_LATER["MC_TCP_LANES_PER_PEER"]))
+    timeout = float(environ.get("MC_TCP_PROGRESS_TIMEOUT_SEC", READ_LATER["MC_TCP_PROGRESS_TIMEOUT_SEC"]))
+    return max(1, int(DRAIN_BUDGET_S * lanes / (timeout + 1)))
 
 
 def installed_version() -> str:

@@ -19,13 +19,14 @@ from orchestrator.cuda_events import HostEvents
 from orchestrator.decode import RoomHandle
 from orchestrator.engines.faulty import Fault
 from orchestrator.engines.loopback import LoopbackFabric
-from orchestrator.forward import GroupPlan, LayerNotifier
+from orchestrator.forward import LayerNotifier
 from orchestrator.loop_thread import EmbeddedLoop
 from orchestrator.testing.cluster import Cluster
 from orchestrator.testing.device import FakeDevice
 from orchestrator.testing.pool import POISON, Pool
 from protocols.blocks import Ints
 from protocols.errors import KvferryError
+from protocols.grouping import closing_layers, fixed_groups
 from tests.service.scenes import (
     PATIENCE_S,
     LateModel,
@@ -227,7 +228,7 @@ async def test_one_event_a_group_and_one_hand_over_a_group_chunk_and_destination
 @pytest.mark.row("A5")
 @given(hooked=st.lists(st.integers(0, 200), unique=True, min_size=1, max_size=40).map(sorted), size=st.integers(1, 50))
 def test_the_last_hooked_layer_closes_the_last_group(hooked: list[int], size: int) -> None:
-    closing = GroupPlan(hooked, size).closing
+    closing = closing_layers(tuple(hooked), fixed_groups(len(hooked), size))
     assert hooked[-1] in closing
     assert len(closing) == -(-len(hooked) // size)
     ends = [index for index, layer in enumerate(hooked) if layer in closing]
