@@ -244,7 +244,9 @@ class PrefillRoom:
         self.concluded_chunks += 1
         for other in self.chunks.values():
             other.wake()
-        if chunk.data.last:
+        if self.outcome.failed:  # a thread aborted meanwhile: Done(ok) must not follow
+            self.fail(self.outcome.error or AbortedError("aborted"))
+        elif chunk.data.last:
             self._fire(PrefillEvent.LANDED)
 
     # -- completions ---------------------------------------------------------------------------------------------
