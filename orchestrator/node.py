@@ -137,6 +137,8 @@ class Node:
         self.inbox.close()
         for engine in self._engines:
             await engine.close(ENGINE_DRAIN_S)
+            if self.receiver is not None:
+                self.receiver.fenced(engine.session)
         self._engines.clear()
         self.pacer.close()
         self.network.close()
