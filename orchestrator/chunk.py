@@ -130,6 +130,8 @@ class Chunk:
         """Hand-overs that are not done."""
         self.task: asyncio.Task[None] | None = None
         self._groups: deque[Group] = deque()
+        self._fired = False
+        """A group of its pass fired for it, sent or not."""
         self._end: Group | None = None
         self._wake: asyncio.Event = asyncio.Event()
 
@@ -147,10 +149,11 @@ class Chunk:
     # -- from the forward pass -----------------------------------------------------------------------------------
 
     def attach(self, forward: ForwardPass) -> bool:
-        """Take layers from this pass from now on. False if it has taken some from another: those stay its own."""
-        if self.forward is forward:
-            return True
-        if self._end is not None or self._groups or self.taken:
+        """Take layers from this pass from now on. False if it does already, or if another has fired or ended: that
+        one stays its own."""
+        if self.forward is forward or self._end is not None:
+            return False
+        if self._fired or (self.forward is not None and self.forward.has_fired):
             return False
         if self.forward is not None:
             self.forward.detach(self)
@@ -159,6 +162,7 @@ class Chunk:
 
     def fire(self, group: Group) -> None:
         if self.layerwise and self.machine.state is not ChunkState.DEGRADED:
+            self._fired = True
             self._groups.append(group)
             self._wake.set()
             self.room.touch()
@@ -170,10 +174,12 @@ class Chunk:
         self._wake.set()
 
     def given_back(self, reason: str) -> None:
-        """The pass was discarded. Pages of which a layer has fired may be rewritten by the next run: fail."""
+        """The pass was discarded. Pages of which a layer has fired may be rewritten by the next run: fail, unless the
+        chunk is degraded and reads none of them."""
         self.forward = None
-        if self._groups or self.taken:
-            self.fail(TransferError(reason, chunk=str(self.key), layers_fired=len(self.taken)))
+        if self._fired and self.machine.state is not ChunkState.DEGRADED:
+            self.fail(TransferError(reason, chunk=str(self.key), layers_taken=len(self.taken)))
+        self._fired = False
 
     def setup_failed(self, exc: Exception) -> None:
         """Go monolithic if no byte has left, else fail the room (A10)."""
@@ -192,11 +198,13 @@ class Chunk:
     # -- for the coroutine ---------------------------------------------------------------------------------------
 
     async def next_group(self) -> Group | None:
-        """The next group that fired, in order; None once the forward has ended and nothing fired is left, or the
-        chunk goes monolithic."""
+        """The next group that fired and is written, in order; None once the forward has ended and nothing fired is
+        left, or the chunk goes monolithic. Raises what its event raised."""
         while True:
             if self._groups:
-                return self._groups.popleft()
+                group = self._groups.popleft()
+                await asyncio.shield(group.ready)
+                return None if self.machine.state is ChunkState.DEGRADED else group
             if self._end is not None or not self.layerwise or self.machine.state is ChunkState.DEGRADED:
                 return None
             self._wake.clear()

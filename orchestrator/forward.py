@@ -59,6 +59,7 @@ class ForwardPass:
         measured: Callable[[float, int], object],
     ) -> None:
         self._fired: list[int] = []
+        self._closed_a_group = False
         self._closing = plan.closing if has_chunks else frozenset()
         self._has_chunks = has_chunks
         self._events = events
@@ -120,6 +121,7 @@ class ForwardPass:
             self.discard(f"the forward raised {type(error).__name__}: {error}")
 
     def _close_group(self) -> None:
+        self._closed_a_group = True
         layers = tuple(self._fired)
         self._fired = []
         self._deposit(self._on_group, layers, self._record(), self._clock.now())
@@ -143,6 +145,11 @@ class ForwardPass:
     @property
     def state(self) -> PassState:
         return self._machine.state
+
+    @property
+    def has_fired(self) -> bool:
+        """A hook ran: this is the pass that runs, whatever batch is formed meanwhile."""
+        return self._closed_a_group or bool(self._fired)
 
     def detach(self, chunk: Chunk) -> None:
         if chunk in self.chunks:

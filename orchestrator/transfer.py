@@ -41,10 +41,9 @@ async def run_chunk(chunk: Chunk, room: PrefillRoom) -> None:
 
 
 async def _send_groups(chunk: Chunk, room: PrefillRoom) -> None:
-    """Each group as soon as its event has completed: one hand-over a destination."""
+    """Each group as soon as it is written: one hand-over a destination."""
     try:
         while (group := await chunk.next_group()) is not None:
-            await asyncio.shield(group.ready)
             fresh = tuple(layer for layer in dict.fromkeys(group.layers) if layer not in chunk.taken)
             chunk.taken.update(fresh)
             room.hand_over(chunk, "group", room.hooked_buffers(fresh), group)
