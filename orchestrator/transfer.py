@@ -14,7 +14,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from orchestrator.chunk import Chunk, as_transfer_error
-from protocols.errors import MismatchError, TransferError
+from protocols.errors import TransferError
 from protocols.machines import ChunkEvent, ChunkState
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ async def run_chunk(chunk: Chunk, room: PrefillRoom) -> None:
     """Carry one chunk to its conclusion, or fail its room with the first cause. Never raises."""
     try:
         await room.all_offered()
-        room.check_chunk(chunk)
         await _send_groups(chunk, room)
         await _send_rest(chunk, room)
         await chunk.settled()
@@ -41,16 +40,18 @@ async def run_chunk(chunk: Chunk, room: PrefillRoom) -> None:
 
 
 async def _send_groups(chunk: Chunk, room: PrefillRoom) -> None:
-    """Each group as soon as it is written: one hand-over a destination."""
+    """Plan, then each group as soon as its event has completed: one hand-over a destination. What goes wrong before a
+    byte has left sends the chunk whole (A10); that the sides do not mean the same pages is no such error."""
     try:
+        room.check_chunk(chunk)
         while (group := await chunk.next_group()) is not None:
             fresh = tuple(layer for layer in dict.fromkeys(group.layers) if layer not in chunk.taken)
             chunk.taken.update(fresh)
             room.hand_over(chunk, "group", room.hooked_buffers(fresh), group)
-    except (TransferError, MismatchError):
+    except TransferError:
         raise
     except Exception as exc:
-        if chunk.machine.state is not ChunkState.REGISTERED:
+        if chunk.machine.state not in (ChunkState.REGISTERED, ChunkState.DEGRADED):
             raise
         chunk.taken.clear()
         chunk.setup_failed(exc)
@@ -60,6 +61,8 @@ async def _send_rest(chunk: Chunk, room: PrefillRoom) -> None:
     """What has no hook, or whose hook never fired, in one batch behind the end event; aux and state with the last."""
     end = await chunk.forward_end()
     await asyncio.shield(end.ready)
+    if chunk.machine.state is ChunkState.DEGRADED:
+        room.check_chunk(chunk)
     rest = room.buffers_without(chunk.taken)
     chunk.fallback.update(buffer.layer for buffer in rest)
     room.hand_over(chunk, "fallback" if chunk.taken else "whole", rest, end)
