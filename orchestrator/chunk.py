@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from orchestrator.clock import Timer
 from orchestrator.forward import ForwardPass, Group
 from protocols.blocks import Ints, check_units, page_array
-from protocols.errors import KvferryError, LayoutError, TransferError
+from protocols.errors import DeadlineError, KvferryError, LayoutError, TransferError
 from protocols.ids import MAX_GENERATION, MAX_ROOM, ChunkKey
 from protocols.machines import CHUNK, ChunkEvent, ChunkState, Machine
 
@@ -129,6 +130,7 @@ class Chunk:
         self.outstanding = 0
         """Hand-overs that are not done."""
         self.task: asyncio.Task[None] | None = None
+        self._pass_deadline: Timer | None = None
         self._groups: deque[Group] = deque()
         self._fired = False
         """A group of its pass fired for it, sent or not."""
@@ -140,11 +142,6 @@ class Chunk:
             f"<Chunk {self.key} {self.machine.state.name} fired={len(self.taken)} fallback={len(self.fallback)} "
             f"outstanding={self.outstanding}{' ended' if self._end else ''}>"
         )
-
-    @property
-    def has_ended(self) -> bool:
-        """Its forward ran to the end."""
-        return self._end is not None
 
     # -- from the forward pass -----------------------------------------------------------------------------------
 
@@ -158,7 +155,20 @@ class Chunk:
         if self.forward is not None:
             self.forward.detach(self)
         self.forward = forward
+        self.stop_watching()
+        sender = self.room.sender
+        self._pass_deadline = sender.clock.call_later(sender.config.pass_timeout_s, self._pass_expired)
         return True
+
+    def _pass_expired(self) -> None:
+        """The pass never ended, or was discarded and no other took the chunk."""
+        self.room.fail(DeadlineError("a forward pass did not end in time", chunk=repr(self)))
+
+    def stop_watching(self) -> None:
+        """Its pass may take as long as it likes from now on: it has ended, or the room has."""
+        if self._pass_deadline is not None:
+            self._pass_deadline.cancel()
+            self._pass_deadline = None
 
     def fire(self, group: Group) -> None:
         if self.layerwise and self.machine.state is not ChunkState.DEGRADED:
@@ -170,6 +180,7 @@ class Chunk:
     def forward_ended(self, group: Group) -> None:
         self._end = group
         self.forward = None
+        self.stop_watching()
         self.room.forward_ended(self, group.fired_at)
         self._wake.set()
 

@@ -56,7 +56,6 @@ class PrefillRoom:
         self._deadline: Timer | None = None
         self._arm_deadline(sender.config.bootstrap_timeout_s)
         self._drain: Timer | None = None
-        self._pass_deadline: Timer | None = None
 
     def __repr__(self) -> str:
         offered = f"{len(self.destinations)}/{self._expected or '?'}"
@@ -92,7 +91,6 @@ class PrefillRoom:
         self._next_token = data.end_token
         self._progress = self.sender.clock.now()
         self.sender.pins.pin(self.key, data.pages)
-        self._watch_pass()
         if not data.fake:
             chunk.task = self.sender.start_task(run_chunk(chunk, self))
             self._check_ready()
@@ -112,17 +110,6 @@ class PrefillRoom:
         self.stamps["forward_end"] = max(at, self.stamps.get("forward_end", at))
         if chunk.data.fake and chunk.data.last:
             self.skip()
-
-    def _watch_pass(self) -> None:
-        """A pass that never ends fails its chunks by its deadline."""
-        if self._pass_deadline is not None:
-            self._pass_deadline.cancel()
-        self._pass_deadline = self.sender.clock.call_later(self.sender.config.pass_timeout_s, self._pass_expired)
-
-    def _pass_expired(self) -> None:
-        stuck = [repr(chunk) for chunk in self.chunks.values() if not chunk.has_ended]
-        if stuck and not self.outcome.status.ended:
-            self.fail(DeadlineError("a forward pass did not end in time", room=str(self.key), chunks="; ".join(stuck)))
 
     # -- offers --------------------------------------------------------------------------------------------------
 
@@ -382,9 +369,11 @@ class PrefillRoom:
             self._deadline = self.sender.clock.call_later(until, self._expired)
 
     def _end(self) -> None:
-        for timer in (self._deadline, self._drain, self._pass_deadline):
+        for timer in (self._deadline, self._drain):
             if timer is not None:
                 timer.cancel()
+        for chunk in self.chunks.values():
+            chunk.stop_watching()
         if not self._offered.done():
             self._offered.cancel()
         self.stamps["ended"] = self.sender.clock.now()
