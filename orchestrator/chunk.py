@@ -66,7 +66,7 @@ class ChunkData:
 
     def same_as(self, other: ChunkData) -> bool:
         """The same chunk with the same pages: registering it again changes nothing."""
-        return (
+        return self is other or (
             self.end_token == other.end_token
             and self.last == other.last
             and self.aux_slot == other.aux_slot
