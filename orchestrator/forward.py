@@ -156,28 +156,30 @@ class ForwardPass:
             self.chunks.remove(chunk)
 
     def _on_group(self, layers: tuple[int, ...], event: Event | Exception, at: float) -> None:
-        if isinstance(event, Exception):
+        try:
+            group = self._group(layers, event, at)
+        except Exception as exc:
             for chunk in list(self.chunks):
-                chunk.setup_failed(event)
+                chunk.setup_failed(exc)
             return
-        group = self._group(layers, event, at)
         if self._first_group is None:
             self._first_group = at
         else:
             self._layers_since += len(layers)
             self._last_group = at
-        for chunk in self.chunks:
+        for chunk in list(self.chunks):
             chunk.fire(group)
 
     def _on_end(self, leftover: tuple[int, ...], event: Event | Exception, at: float) -> None:
         chunks, self.chunks = self.chunks, []
         if self._first_group is not None and self._layers_since:
             self._measured(self._last_group - self._first_group, self._layers_since)
-        if isinstance(event, Exception):
+        try:
+            group = self._group(leftover, event, at)
+        except Exception as exc:
             for chunk in chunks:
-                chunk.fail(KvferryError(f"the end event could not be recorded: {event}"))
+                chunk.fail(KvferryError(f"the end of the forward cannot be awaited: {exc}"))
             return
-        group = self._group(leftover, event, at)
         for chunk in chunks:
             chunk.forward_ended(group)
 
@@ -186,7 +188,10 @@ class ForwardPass:
         for chunk in chunks:
             chunk.given_back(reason)
 
-    def _group(self, layers: tuple[int, ...], event: Event, at: float) -> Group:
+    def _group(self, layers: tuple[int, ...], event: Event | Exception, at: float) -> Group:
+        """Raises what recording the event raised, or watching it."""
+        if isinstance(event, Exception):
+            raise event
         group = Group(layers, at, self._watch(event))
 
         def stamp(_: asyncio.Future[None]) -> None:

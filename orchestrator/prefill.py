@@ -46,8 +46,9 @@ class Prefill:
         refused: list[str] = []
         layout = self._sender.layout
         for spec in chunks:
-            key = RoomKey(spec.room, spec.gen)
+            key = None
             try:
+                key = RoomKey(spec.room, spec.gen)
                 outcome = self._sender.rooms.open(key)
                 known = outcome.specs.get(id(spec))
                 data = known[1] if known is not None else validate(spec, layout.page_size, layout.num_pages)
@@ -122,7 +123,9 @@ class Prefill:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _refuse(self, key: RoomKey, exc: Exception) -> None:
+    def _refuse(self, key: RoomKey | None, exc: Exception) -> None:
+        if key is None:
+            return
         error = as_transfer_error(exc)
         try:
             self._sender.rooms.open(key).fail(error)

@@ -136,18 +136,20 @@ class Sender:
         """Add a pass's chunks to their rooms and attach them to the pass (deposited before the pass's hooks)."""
         for data in chunks:
             key = data.key.room_key
-            if not self._is_current(key):
-                continue
-            room = self.rooms.live(key) or self._new_room(key)
-            if room is None:
-                continue
             try:
-                chunk = room.register(data)
-            except Exception as exc:  # a set-up error never reaches the scheduler (A10)
-                room.fail(as_transfer_error(exc, chunk=str(data.key)))
-                continue
-            if chunk is not None and chunk.attach(forward):
-                forward.chunks.append(chunk)
+                if not self._is_current(key):
+                    continue
+                room = self.rooms.live(key) or self._new_room(key)
+                chunk = room.register(data) if room is not None else None
+                if chunk is not None and chunk.attach(forward):
+                    forward.chunks.append(chunk)
+            except Exception as exc:  # a set-up error never reaches the scheduler, nor the pass's other chunks (A10)
+                error = as_transfer_error(exc, chunk=str(data.key))
+                room = self.rooms.live(key)
+                if room is not None:
+                    room.fail(error)
+                else:
+                    self._bury(key, error)
 
     def refuse(self, key: RoomKey, error: TransferError) -> None:
         """A chunk that could not even be read: its room fails with the reason."""
