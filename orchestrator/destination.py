@@ -94,7 +94,7 @@ class Destination:
                 self.in_doubt.append((blocks, handover.in_doubt))
             room.handover_done(self, chunk, handover)
 
-        handover = Handover(room.outcome, blocks, span, done)
+        handover = Handover(room.outcome, blocks, span, done, lambda _, error: room.write_failed(self, error))
         self._open.add(handover)
         room.outstanding += 1
         chunk.outstanding += 1

@@ -25,9 +25,29 @@ from protocols.window import Window, WindowStatistics
 class Handover:
     """Blocks of one room for one session, and what became of them. `done` when nothing of it runs or will run."""
 
-    __slots__ = ("_on_done", "blocks", "done", "error", "in_doubt", "inflight", "missed", "outcome", "posted", "span")
+    __slots__ = (
+        "_on_done",
+        "_on_failed",
+        "blocks",
+        "done",
+        "error",
+        "in_doubt",
+        "inflight",
+        "missed",
+        "outcome",
+        "posted",
+        "span",
+    )
 
-    def __init__(self, outcome: Outcome, blocks: Blocks, span: Span, on_done: Callable[[Handover], None]) -> None:
+    def __init__(
+        self,
+        outcome: Outcome,
+        blocks: Blocks,
+        span: Span,
+        on_done: Callable[[Handover], None],
+        on_failed: Callable[[Handover, KvferryError], None],
+    ) -> None:
+        """``on_failed`` hears of the first failure at once, ``on_done`` when what ran before it has drained."""
         self.outcome = outcome
         self.blocks = blocks
         self.span = span
@@ -42,6 +62,7 @@ class Handover:
         self.error: KvferryError | None = None
         self.done = False
         self._on_done = on_done
+        self._on_failed = on_failed
 
     @property
     def landed(self) -> bool:
@@ -51,6 +72,12 @@ class Handover:
     def unfinished(self) -> list[int]:
         """Indices of blocks that are submitted and not terminal."""
         return [first + i for first, batch in self.inflight for i in range(len(batch.blocks))]
+
+    def fail(self, error: KvferryError) -> None:
+        """A write of it failed or was refused: the room submits nothing more, what runs is drained."""
+        if self.error is None:
+            self.error = error
+            self._on_failed(self, error)
 
     def finish(self) -> None:
         if not self.done:
@@ -213,7 +240,7 @@ class Lane:
 
     def _refused(self, handover: Handover, exc: KvferryError) -> None:
         """Nothing of that batch was submitted; what was sent before drains, and nothing follows for the room (B2)."""
-        handover.error = exc
+        handover.fail(exc)
         self.stop(handover.outcome.key)
 
     def _forget(self, key: RoomKey) -> None:
@@ -267,8 +294,7 @@ class Lane:
 
     def _failed(self, handover: Handover, batch: Batch) -> None:
         """The first failed block of a batch: nothing further is submitted for the room, what runs is drained."""
-        if handover.error is None:
-            handover.error = BrokenPeerError(f"the engine failed a write: {batch.reason}", session=self.session)
+        handover.fail(BrokenPeerError(f"the engine failed a write: {batch.reason}", session=self.session))
         self.stop(handover.outcome.key)
 
     def statistics(self) -> LaneStatistics:

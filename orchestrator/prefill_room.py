@@ -19,7 +19,14 @@ from orchestrator.outcome import Outcome
 from orchestrator.prefill_report import layer_counts, result, timing
 from orchestrator.trace import MAX_SPANS, Span
 from orchestrator.transfer import run_chunk
-from protocols.errors import AbortedError, DeadlineError, IllegalTransitionError, MismatchError, TransferError
+from protocols.errors import (
+    AbortedError,
+    DeadlineError,
+    IllegalTransitionError,
+    KvferryError,
+    MismatchError,
+    TransferError,
+)
 from protocols.ids import Incarnation
 from protocols.layout import LayerBuffer
 from protocols.machines import PREFILL_ROOM, Action, ChunkEvent, Machine, PrefillEvent, PrefillState
@@ -48,6 +55,7 @@ class PrefillRoom:
         self.predicted: float | None = None
         """Seconds the link model gave the room's transfer, alone on its link, when its first chunk was planned."""
         self.stamps: dict[str, float] = {"known": sender.clock.now()}
+        self._acting = False
         self._expected: int | None = None
         self._offered: asyncio.Future[None] = sender.loop.create_future()
         self._next_token = 0
@@ -245,10 +253,14 @@ class PrefillRoom:
         chunk.outstanding -= 1
         chunk.wake()
         if not handover.landed and not self.outcome.failed:
-            cause = handover.error or TransferError("blocks were dropped")
-            self.sender.write_failed(destination)
-            self.fail(as_transfer_error(cause, peer=destination.link.peer.hex()[:8]))
+            self.write_failed(destination, TransferError("blocks were dropped"))
         self._check_drained()
+
+    def write_failed(self, destination: Destination, error: KvferryError) -> None:
+        """The first failed or refused write: the room ends now, on every lane, and then drains."""
+        if not self.outcome.failed:
+            self.sender.write_failed(destination)
+            self.fail(as_transfer_error(error, peer=destination.link.peer.hex()[:8]))
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -277,12 +289,18 @@ class PrefillRoom:
         self._check_drained()
 
     def _check_drained(self) -> None:
-        if self.outstanding == 0 and self.machine.accepts(PrefillEvent.DRAINED):
+        """Not amid the actions of another event: stopping can finish the last hand-over, and the peers are to hear why
+        the room failed before they hear that it has drained."""
+        if self.outstanding == 0 and not self._acting and self.machine.accepts(PrefillEvent.DRAINED):
             self._fire(PrefillEvent.DRAINED)
 
     def _fire(self, event: PrefillEvent) -> None:
-        for action in self.machine.fire(event):
-            self._perform(action)
+        self._acting = True
+        try:
+            for action in self.machine.fire(event):
+                self._perform(action)
+        finally:
+            self._acting = False
 
     def _perform(self, action: Action) -> None:
         match action:
