@@ -8,6 +8,7 @@ whose outcome is FAILED still drains, and its source or destination units are st
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Callable
 from enum import Enum
@@ -30,6 +31,8 @@ class RoomStatus(Enum):
     def ended(self) -> bool:
         return self in (RoomStatus.SUCCESS, RoomStatus.FAILED)
 
+
+log = logging.getLogger("kvferry.rooms")
 
 _lock = threading.Lock()
 
@@ -102,7 +105,10 @@ class Outcome:
             self.units_free = True
             callbacks, self._free_callbacks = self._free_callbacks, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                log.exception("a callback of room %s raised; the others go on", self.key)
 
     def on_units_free(self, callback: Callable[[], None]) -> None:
         """Call back once, on the loop thread (or here and now if it has happened already)."""
