@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from orchestrator.chunk import ChunkData, as_transfer_error
 from orchestrator.clock import Clock
 from orchestrator.config import Config
@@ -275,7 +277,9 @@ class Sender:
             return
         room = self.rooms.live(key)
         if room is not None and link.peer in room.destinations:
-            self.counters["repeated_offers" if room.destinations[link.peer].offer == offer else "other_offers"] += 1
+            first = room.destinations[link.peer].offer
+            same = msgspec.structs.replace(offer, seq=first.seq, ack=first.ack) == first
+            self.counters["repeated_offers" if same else "other_offers"] += 1
             return
         if room is not None and room.is_complete:
             self.counters["surplus_offers"] += 1
