@@ -73,8 +73,10 @@ class Prefill:
             partial(sender.planner.observe, pages),
         )
         forward.refused = refused
-        if taken:
-            self._put(self._sender.register, forward, taken)
+        if taken and not self._put(self._sender.register, forward, taken):
+            for data in taken:
+                self._bury(data.key.room_key)
+                forward.refused.append(f"{data.key}: the loop has ended")
         return forward
 
     def poll(self, room: int, gen: int = 0) -> RoomStatus:
@@ -109,7 +111,8 @@ class Prefill:
         error = AbortedError(reason, origin="prefill")
         outcome = self._sender.rooms.open(key)
         first = outcome.fail(error)
-        self._put(self._carry_out_abort, key, error)
+        if not self._put(self._carry_out_abort, key, error):
+            self._bury(key)
         return first
 
     def wait(self, room: int, gen: int = 0, timeout: float | None = None) -> TransferResult:
@@ -129,7 +132,8 @@ class Prefill:
         error = as_transfer_error(exc)
         try:
             self._sender.rooms.open(key).fail(error)
-            self._put(self._sender.refuse, key, error)
+            if not self._put(self._sender.refuse, key, error):
+                self._bury(key)
         except (TypeError, ValueError):
             return  # not even a key: it is in `refused`, and no room waits for it
 
@@ -138,11 +142,20 @@ class Prefill:
             self._sender.refuse(key, error)
         self._sender.abort(key, error)
 
-    def _put(self, callback: Callable[..., object], *args: object) -> None:
+    def _put(self, callback: Callable[..., object], *args: object) -> bool:
+        """False once the loop has ended: it failed every room that it knew."""
         try:
             self._inbox.put(callback, *args)
         except ClosedError:
-            return  # the loop ended and failed every room
+            return False
+        return True
+
+    def _bury(self, key: RoomKey) -> None:
+        """The loop has ended. A room that it never heard of ends here, and nothing ever read its pages."""
+        outcome = self._sender.rooms.open(key)
+        outcome.fail(AbortedError("the loop has ended", origin="prefill"))
+        if self._sender.rooms.live(key) is None:
+            outcome.free_units()
 
 
 def result_of(outcome: Outcome) -> TransferResult:

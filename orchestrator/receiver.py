@@ -82,12 +82,14 @@ class Receiver:
         )
         self.rollover = EngineRollover(self, make_engine)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping: AbortedError | None = None
 
     async def stop(self, reason: str = "the decode worker is shutting down") -> None:
         """Abort what is live, let the peers acknowledge, close. Units that are not quiet stay leased: only the end
         of this process, or of its engine, makes them so."""
+        self._stopping = AbortedError(reason, origin="decode")
         for room in self.rooms:
-            room.fail(AbortedError(reason, origin="decode"))
+            room.fail(self._stopping)
         for link in list(self.dialer.links.values()):
             link.post(Bye(deadline_ms=0))
         await flushed(self.dialer.links.values(), self.clock)
@@ -141,6 +143,8 @@ class Receiver:
     def expect(self, outcome: Outcome, expectation: Expectation) -> None:
         """Lease the units and offer them to every rank; what cannot be leased fails the room at once."""
         key = outcome.key
+        if self._stopping is not None:
+            outcome.fail(self._stopping)
         newest = self.rooms.newest(key.room)
         if newest is not None and newest.gen > key.gen:
             outcome.fail(TransferError("a newer generation of this room is live", newer=newest.gen))

@@ -92,6 +92,7 @@ class Sender:
         self.planner = GroupPlanner(self.page_buffers, config, self.sessions.slowest)
         self.reception = Reception(self, me, network, self._contacts, rng)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping: AbortedError | None = None
         pacer.add(engine)
         pacer.add(self._watcher)
 
@@ -105,8 +106,9 @@ class Sender:
 
     async def stop(self, reason: str = "the prefill worker is shutting down") -> None:
         """Fail what is live, tell every peer, drain for at most `drain_timeout_s`, close."""
+        self._stopping = AbortedError(reason, origin="prefill")
         for room in self.rooms:
-            room.fail(AbortedError(reason, origin="prefill"))
+            room.fail(self._stopping)
         deadline = self.clock.now() + self.config.drain_timeout_s
         await wait_until(lambda: not len(self.rooms), self.clock, deadline)
         await self.reception.say_bye()
@@ -182,7 +184,9 @@ class Sender:
             return None
         room = PrefillRoom(self.rooms.open(key), self)
         self.rooms.add(room)
-        if room.outcome.failed:  # aborted by a thread before the loop heard of it
+        if self._stopping is not None:
+            room.outcome.fail(self._stopping)
+        if room.outcome.failed:  # aborted by a thread before the loop heard of it, or too late
             room.fail(room.outcome.error or AbortedError("aborted"))
             return None
         return room
