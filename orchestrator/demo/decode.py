@@ -37,7 +37,7 @@ class Decode:
                 return self._open(command)
             case wire.Connect():
                 self._address = command.address
-                self._node.check(command.address, CONNECT_SECONDS)
+                self._node.check(command.address, CONNECT_SECONDS + 1.0)
             case wire.DecodeJob():
                 with torch.inference_mode():
                     return self._run(command)
@@ -51,7 +51,7 @@ class Decode:
         self._model = models.load(Path(command.cache))
         self._pool = make_pool(self._model, command)
         self._pages = PageBook(command.pages, seed=2)
-        loop = self._loops.enter_context(EmbeddedLoop(Config()))
+        loop = self._loops.enter_context(EmbeddedLoop(Config(connect_timeout_s=CONNECT_SECONDS)))
         self._node = loop.start_decode(engine, make_layout(self._pool, self._model))
         if command.warm_up:
             warm_up(self._model, 1)

@@ -113,12 +113,19 @@ def load(cache: Path) -> Any:
     """Load the model from its fast copy, in about a second. Weights are mapped and shared between processes."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(str(cache), dtype="float32")
-    return model.eval()
+    return _read(AutoModelForCausalLM, cache, dtype="float32").eval()
 
 
 def load_tokenizer(cache: Path) -> Any:
     """Load the tokenizer, with its chat template, from the fast copy."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(cache))
+    return _read(AutoTokenizer, cache)
+
+
+def _read(kind: Any, cache: Path, **settings: Any) -> Any:
+    """Raises ConfigError if the copy is damaged."""
+    try:
+        return kind.from_pretrained(str(cache), **settings)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the converted model in {cache} cannot be read", hint="Delete that directory") from error

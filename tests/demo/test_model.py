@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.demo import main, model
-from protocols.errors import EngineUnavailableError
+from protocols.errors import ConfigError, EngineUnavailableError
 
 
 def without(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
@@ -55,6 +55,14 @@ def test_only_what_dead_conversions_left_is_swept(monkeypatch: pytest.MonkeyPatc
         folder.mkdir()
     model.sweep()
     assert sorted(tmp_path.iterdir()) == [alive, done]
+
+
+@pytest.mark.slow
+def test_a_damaged_copy_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for load in (model.load, model.load_tokenizer):
+        with pytest.raises(ConfigError, match=r"cannot be read\. Delete that directory"):
+            load(tmp_path)
 
 
 @pytest.mark.model
