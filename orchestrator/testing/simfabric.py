@@ -51,6 +51,8 @@ class SimFabric:
         self._blocked: set[tuple[str, str]] = set()
         self._stalled: list[Callable[[], None]] = []
         self._held: set[int] = set()
+        self._unanswered: list[Flight] = []
+        """Blocks that landed and whose writer hears nothing of it as long as the target lives."""
 
     def add(self, engine: SimEngine) -> None:
         """A new engine. Raises BusyError for a port that is in use or held."""
@@ -91,6 +93,9 @@ class SimFabric:
             if flight.target is engine:
                 flight.data = None
                 self._lost(flight, "the connection was reset")
+        for flight in [other for other in self._unanswered if other.target is engine]:
+            self._unanswered.remove(flight)
+            self._lost(flight, "the connection was reset")
 
     # -- faults --------------------------------------------------------------------------------------------------
 
@@ -237,7 +242,9 @@ class SimFabric:
             self._send(flight, cut, flight.length, self.rng.uniform(*self.faults.latency_s))
             return
         del self.live[flight.number]
-        if flight.fate != "never ends":
+        if flight.fate == "never ends":
+            self._unanswered.append(flight)
+        else:
             lost = flight.fate == "lands, then fails"
             self.loop.call_later(
                 self.rng.uniform(*self.faults.latency_s),

@@ -34,7 +34,7 @@ class EngineFaults:
     ack_lost: float = 0.0
     """A block lands and is FAILED all the same."""
     stuck: float = 0.0
-    """A block never gets a verdict; it may have landed, or land much later."""
+    """A block gets no verdict as long as its target lives; it may have landed, or land much later."""
     in_pieces: float = 0.0
     """A block lands in two parts."""
     refuse: float = 0.0

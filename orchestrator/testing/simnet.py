@@ -19,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestrator.hosts import check_address
 from orchestrator.testing.virtual import Domain, VirtualLoop
-from orchestrator.wire import Listener, Wire, check_address
+from orchestrator.wire import Listener, Origin, Wire
 from protocols.codec import decode
 from protocols.errors import BusyError, MalformedFrameError
 from protocols.ids import Incarnation
@@ -298,6 +299,7 @@ class _Listener:
     def __init__(self, network: SimNetwork, address: str, on_frame: Callable[[bytes, bytes], None]) -> None:
         self.network = network
         self.address = address
+        self.origin = Origin()
         self._pipes: dict[bytes, _Pipe] = {}
         self._on_frame = on_frame
         self._closed = False
