@@ -121,6 +121,8 @@ class Lease:
         self.states: dict[UnitKind, npt.NDArray[np.uint8]] = {
             kind: np.full(len(units.of(kind)), UnitState.LEASED, np.uint8) for kind in KINDS
         }
+        self.quarantined = 0
+        """Units that are UNKNOWN or IN_DOUBT: kept here because it is asked of all leases whenever one is granted."""
 
     def fire(self, event: LeaseEvent, only: Selection | None = None) -> None:
         """Move every unit (or those selected) that has a cell for this event; the others stay as they are."""
@@ -130,6 +132,7 @@ class Lease:
             for state, cells in LEASE_TABLE.items():
                 if event in cells:
                     self.states[kind][chosen & (before == state)] = next_state(state, event)
+        self.quarantined = self.count(UnitState.UNKNOWN) + self.count(UnitState.IN_DOUBT)
 
     def count(self, state: UnitState) -> int:
         return int(sum((self.states[kind] == state).sum() for kind in KINDS))
@@ -168,8 +171,7 @@ class LeaseBook:
 
     def quarantined(self) -> int:
         """How many units are in quarantine, for whatever reason."""
-        states = (UnitState.UNKNOWN, UnitState.IN_DOUBT)
-        return sum(lease.count(state) for lease in self._leases.values() for state in states)
+        return sum(lease.quarantined for lease in self._leases.values())
 
     def grant(self, key: RoomKey, session: Session, units: UnitSet, writers: Iterable[Hashable], now: float) -> Lease:
         """Lease the units to the room. Raises, with nothing changed, MismatchError for a unit outside the pool or
