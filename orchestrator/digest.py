@@ -52,7 +52,7 @@ async def check_digests(
 ) -> None:
     """Compare a rank's digests with what lies in our pages. Raises MismatchError naming the first position that
     differs, and for digests that do not stand for exactly the pages the rank covers."""
-    covered = _by_buffer((entry.buffers, entry.runs) for entry in coverage if _is_paged(entry.buffers, buffers))
+    covered = _by_buffer((_paged(entry.buffers, buffers), entry.runs) for entry in coverage)
     if _by_buffer((digest.buffers, digest.runs) for digest in digests) != covered:
         raise MismatchError("the digests do not stand for the pages that were covered")
     for digest in digests:
@@ -71,8 +71,9 @@ def _offsets(positions: list[int], prefix_pages: int) -> list[int]:
     return [position - prefix_pages for position in positions]
 
 
-def _is_paged(numbers: Sequence[int], buffers: dict[int, LayerBuffer]) -> bool:
-    return all(buffers[number].unit == "page" for number in numbers)
+def _paged(numbers: Sequence[int], buffers: dict[int, LayerBuffer]) -> list[int]:
+    """An entry of the coverage may name an aux or state buffer beside pages: like runs, items of one length."""
+    return [number for number in numbers if buffers[number].unit == "page"]
 
 
 def _by_buffer(parts: Any) -> dict[int, list[int]]:
