@@ -13,6 +13,7 @@ import pytest
 from orchestrator.config import Config
 from orchestrator.receiver import Receiver, new_incarnation
 from orchestrator.sender import Sender
+from orchestrator.testing.pool import Pool
 from orchestrator.wire import ControlNetwork
 from protocols.codec import decode, encode, unpack_indices
 from protocols.errors import MalformedFrameError
@@ -87,7 +88,6 @@ class RawPeer:
         self.heard: list[AnyMessage] = []
         """Each sequenced message once, the others as they come; pings left out."""
         self.repeated = 0
-        self.keeps: object = None
         self.ack = 0
         self.next_seq = 1
         self._send: Callable[[bytes], object] = lambda frame: None
@@ -177,6 +177,8 @@ class RawDecode(RawPeer):
         me: Incarnation | None = None,
     ) -> None:
         super().__init__("decode", layout, session, me)
+        self.pool = Pool(pages=1)
+        """The memory of ``layout``, where somebody may write to it."""
         self._wire = network.dial(address, self.me, self.on_frame)
         self._send = self._wire.send
 

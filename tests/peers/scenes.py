@@ -94,15 +94,15 @@ def receiver(cluster: Cluster, number: int = 0) -> Receiver:
     return found
 
 
-async def raw_decode(c: Cluster, pool: Pool | None = None) -> RawDecode:
-    """A decode that a test plays, with an engine that can be written to."""
-    pool = pool or Pool()
+async def raw_decode(c: Cluster, **changes: Any) -> RawDecode:
+    """A decode that a test plays, with an engine that can be written to; ``changes`` are fields of its Hello."""
+    pool = Pool()
     engine = c.fabric.engine()
     for buffer in pool.layout.buffers:
         engine.register(buffer.address, buffer.nbytes)
     raw = RawDecode(c.network, c.addresses[0], pool.layout, engine.session)
-    raw.keeps = pool  # its memory, as long as somebody may write there
-    await raw.connect()
+    raw.pool = pool
+    await raw.connect(**changes)
     return raw
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from orchestrator.testing.pool import Pool
 from protocols.blocks import Blocks
 from protocols.codec import pack_indices
 from protocols.errors import BusyError
-from protocols.ids import RoomKey
-from protocols.leases import UnitState
+from protocols.ids import RoomKey, Session
+from protocols.leases import LeaseBook, UnitSet, UnitState
 from protocols.messages import (
     Abort,
     AbortAck,
@@ -438,3 +439,22 @@ async def test_a_decode_that_goes_silent_leaves_the_source_in_use_until_the_engi
         sender(c).pacer.kick()
         await until(lambda: c.prefill().source_free(*KEY))
         assert c.balanced() == []
+
+
+@pytest.mark.row("C4")
+def test_counting_what_is_quarantined_costs_little_however_many_rooms_are_live() -> None:
+    """It is asked on the loop before every grant, and no callback there may take 2 ms (V7)."""
+    book = LeaseBook({"page": 4000})
+    for room in range(1000):
+        book.grant(RoomKey(room, 1), Session("s"), UnitSet(pages=np.arange(4 * room, 4 * room + 4)), ["w"], 0.0)
+    for room in range(10):
+        book.fail(RoomKey(room, 1), "failed")
+        book.expire(RoomKey(room, 1))
+    before = time.thread_time()
+    for _ in range(20):
+        assert book.quarantined() == 40
+    assert (time.thread_time() - before) / 20 < 0.002
+    book.ack(RoomKey(3, 1), "w", UnitSet(), UnitSet(pages=np.array([12])))
+    assert book.quarantined() == 37
+    book.fence(Session("s"))
+    assert book.quarantined() == 0
