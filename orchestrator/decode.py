@@ -8,13 +8,13 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from orchestrator.decode_room import Expectation
+from orchestrator.hosts import check_address
 from orchestrator.inbox import Inbox
 from orchestrator.link import Link
 from orchestrator.outcome import Outcome, RoomStatus
 from orchestrator.prefill import result_of, until_ended, wait_for
 from orchestrator.receiver import Quarantined, Receiver
 from orchestrator.trace import TransferResult
-from orchestrator.wire import check_address
 from protocols.blocks import check_units, page_array
 from protocols.errors import (
     AbortedError,

@@ -132,7 +132,9 @@ class Dialer:
                     f"the prefill worker {heard}",
                     address=address,
                     seconds=self._config.connect_timeout_s,
-                    hint="Check that a prefill worker listens there.",
+                    hint="Check that a prefill worker listens there."
+                    if self._config.secret_key is None
+                    else "Check that a prefill worker with server_key listens there and has our key in client_keys.",
                 ),
                 unanswered=True,
             )

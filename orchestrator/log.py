@@ -30,4 +30,9 @@ class RateLimited:
             started, count = now, 0
         self._kinds[kind] = (started, count + 1)
         if count < self._burst:
-            self._log.warning(text, *args)
+            self._log.warning("%s", one_line(text % args))
+
+
+def one_line(text: str) -> str:
+    """The text with everything escaped that could start another line or steer a terminal: peers have a say in it."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

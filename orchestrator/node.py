@@ -20,7 +20,7 @@ from orchestrator.prefill import Prefill
 from orchestrator.progress import Pacer
 from orchestrator.receiver import Receiver, new_incarnation
 from orchestrator.sender import Sender
-from orchestrator.wire import ControlNetwork, ZmqNetwork
+from orchestrator.wire import ControlNetwork, Side, ZmqNetwork
 from protocols.errors import ConfigError
 from protocols.layout import Layout
 
@@ -66,19 +66,23 @@ class Node:
         Raises BusyError for a port that is taken, ConfigError.
         """
         assert self.sender is None, "one prefill side a node"
-        check_digest(config or Config(), layout)
+        config = config or Config()
+        check_digest(config, layout)
+        network = self._network_for("prefill", config)
         sender = Sender(
             me=new_incarnation(self.rng),
             layout=layout,
             engine=self._own(engine, layout),
-            config=config or Config(),
-            network=self.network,
+            config=config,
+            network=network,
             events=events or HostEvents(),
             clock=self.clock,
             rng=self.rng,
             loop=self.loop,
             pacer=self.pacer,
         )
+        if isinstance(network, ZmqNetwork):
+            network.counters = sender.counters
         sender.start(bind)
         self.sender = sender
         return Prefill(sender, self.inbox, threading.get_ident())
@@ -96,19 +100,25 @@ class Node:
         empties only with the end of the process.
         """
         assert self.receiver is None, "one decode side a node"
-        check_digest(config or Config(), layout)
+        config = config or Config()
+        check_digest(config, layout)
+        network = self._network_for("decode", config)
         self.receiver = Receiver(
             me=new_incarnation(self.rng),
             layout=layout,
             engine=self._own(engine, layout),
-            config=config or Config(),
-            network=self.network,
+            config=config,
+            network=network,
             clock=self.clock,
             rng=self.rng,
             loop=self.loop,
             make_engine=None if renew is None else lambda: self._renew(renew, layout),
         )
         return Decode(self.receiver, self.inbox, threading.get_ident())
+
+    def _network_for(self, side: Side, config: Config) -> ControlNetwork:
+        """The real network with this side's keys; an injected one has none. Raises ConfigError."""
+        return self.network.for_side(side, config) if isinstance(self.network, ZmqNetwork) else self.network
 
     def _own(self, engine: Engine, layout: Layout) -> Engine:
         """Register every region once; the engine is closed with this node."""

@@ -17,10 +17,10 @@ MAX_LINES = 400
 # Lowest first. An entry names a module or a whole package below `orchestrator`; a module may import, at run time, what
 # stands in its own line or above. A module that stands nowhere fails: give it its place.
 FLOORS: list[tuple[str, ...]] = [
-    ("config", "metrics", "trace", "clock", "log", "timerfd", "pages", "digest"),
+    ("config", "metrics", "trace", "clock", "log", "timerfd", "pages", "digest", "hosts"),
     ("inbox", "outcome"),
     ("engines",),
-    ("progress", "cuda_events", "wire", "planner"),
+    ("progress", "cuda_events", "curve", "wire", "planner"),
     ("registry", "flow", "link", "hello", "contacts", "dialer", "reception"),
     ("transfer", "forward", "chunk", "destination"),
     (

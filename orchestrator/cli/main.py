@@ -25,8 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("demo", help="a real language model: prefill in one process, generate in another (--help)")
     doctor = commands.add_parser("doctor", help="what this machine has, what is missing and how to get it")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    keygen = commands.add_parser("keygen", help="a key pair for authenticated, encrypted control traffic")
+    keygen.add_argument("directory", metavar="DIR", help="where NAME.key and NAME.key_secret are written")
+    keygen.add_argument("--name", default="kvferry", help="default: kvferry")
     chosen = parser.parse_args(arguments)
     try:
+        if chosen.command == "keygen":
+            from orchestrator.cli.keygen import run_keygen
+
+            return run_keygen(chosen.directory, chosen.name)
         from orchestrator.cli.doctor import run_doctor
 
         return run_doctor(as_json=chosen.json)

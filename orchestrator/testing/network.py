@@ -6,7 +6,8 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from orchestrator.wire import Listener, Wire, check_address
+from orchestrator.hosts import check_address
+from orchestrator.wire import Listener, Origin, Wire
 from protocols.errors import BusyError
 from protocols.ids import Incarnation
 
@@ -21,6 +22,8 @@ class MemoryNetwork:
         self.filter: Filter = lambda direction, frame: [frame]
         self.frames: list[tuple[str, bytes]] = []
         """Everything that was sent, before the filter."""
+        self.origins: dict[bytes, Origin] = {}
+        """Where the frames of an identity seem to come from; unknown unless a test says so."""
         self._listeners: dict[str, _MemoryListener] = {}
         self._ports = itertools.count(20000)
 
@@ -55,6 +58,7 @@ class MemoryNetwork:
 class _MemoryListener:
     def __init__(self, network: MemoryNetwork, address: str, on_frame: Callable[[bytes, bytes], None]) -> None:
         self.address = address
+        self.origin = Origin()
         self.dealers: dict[bytes, _MemoryDealer] = {}
         self._network = network
         self._on_frame = on_frame
@@ -65,6 +69,7 @@ class _MemoryListener:
 
     def receive(self, identity: bytes, frame: bytes) -> None:
         if not self._closed:
+            self.origin = self._network.origins.get(identity, Origin())
             self._on_frame(identity, frame)
 
     def close(self) -> None:
