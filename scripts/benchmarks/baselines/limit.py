@@ -1,0 +1,37 @@
+"""What no design can hide behind the forward.
+
+When the link is faster than the forward: the last layer's blocks and the unfired layers', sent alone, and one control
+round trip. When it is slower: all the bytes at the measured rate, less the forward.
+"""
+
+from __future__ import annotations
+
+import time
+
+from protocols.blocks import Blocks
+from protocols.ids import Session
+from scripts.benchmarks.baselines.raw import RawEngine, as_ints
+from scripts.benchmarks.baselines.sending import Notifier
+
+
+def send_alone(engine: RawEngine, session: Session, blocks: Blocks) -> float:
+    """Seconds to write these blocks while nothing else runs, by the quicker of two ways: spinning, which sees the end
+    at once but takes a core, and the sleeping poll."""
+    start = time.perf_counter()
+    engine.wait_spinning([engine.write_async(session, as_ints(blocks))])
+    spun = time.perf_counter() - start
+    start = time.perf_counter()
+    engine.send([(session, blocks)])
+    return min(spun, time.perf_counter() - start)
+
+
+def round_trip(notifier: Notifier) -> float:
+    """Seconds to the decode and back."""
+    start = time.perf_counter()
+    notifier.round_trip()
+    return time.perf_counter() - start
+
+
+def limit(tail: float, trip: float, whole: float, forward: float) -> float:
+    """Seconds of exposed time: ``tail`` and ``whole`` are the last layer's and all blocks' times alone."""
+    return max(tail, whole - forward) + trip
