@@ -30,6 +30,14 @@ class DialOwner(LinkOwner, Protocol):
 
     def peer_gone(self, link: Link, reason: str) -> None: ...
 
+    def named_old_session(self, link: Link, session: str) -> None:
+        """The link is up, and the peer may know us under a session that was rolled over meanwhile."""
+        ...
+
+    def session_reused(self) -> None:
+        """The peer knows our engine's session of an earlier process."""
+        ...
+
 
 @dataclass(slots=True)
 class _Dial:
@@ -40,6 +48,8 @@ class _Dial:
     deadline: float
     delay: float = FIRST_HELLO_S
     timer: Timer | None = None
+    named: str = ""
+    """The engine session that its first Hello named."""
     welcomed: bool = False
     waiting: list[tuple[Callable[[Link], None], Callable[[KvferryError], None]]] = field(default_factory=list)
 
@@ -139,6 +149,7 @@ class Dialer:
                 unanswered=True,
             )
             return
+        dial.named = dial.named or self._engine.session
         dial.link.send(make_hello(self._layout, self._engine, self._config, "decode", dial.number))
         dial.timer = self._clock.call_later(dial.delay, lambda: self._say_hello(address, dial))
         dial.delay = min(dial.delay * 2, LAST_HELLO_S)
@@ -193,6 +204,8 @@ class Dialer:
                 link.peer = src
             case Welcome():
                 if message.session_reused:
+                    if dial.named == self._engine.session:
+                        self._owner.session_reused()
                     raise RefusedError(
                         "an earlier process had this engine session, and late writes of its rooms may still arrive",
                         hint="Restart this worker: its engine takes another port.",
@@ -214,6 +227,8 @@ class Dialer:
                 dial.timer = None
             self._breakers.pop(address, None)
             link.welcome()
+            if dial.named != self._engine.session:
+                self._owner.named_old_session(link, dial.named)
             waiting, dial.waiting = dial.waiting, []
             for on_up, _ in waiting:
                 on_up(link)

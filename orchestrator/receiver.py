@@ -257,6 +257,15 @@ class Receiver:
         if room is not None and room.rank_of(link) is not None:
             room.fail(TransferError(f"the prefill sent a frame that does not decode: {error.what}"))
 
+    def named_old_session(self, link: Link, session: str) -> None:
+        """Said Hello before a rollover and heard Welcome after it: tell this peer what the others were told."""
+        self.rollover.tell(link, session)
+
+    def session_reused(self) -> None:
+        """Late writes to the earlier process's session may still arrive: take another session, if that is possible."""
+        if self.rollover.possible:
+            self.rollover.start("an earlier process had this engine session")
+
     def on_silent(self, link: Link) -> None:
         """Silence ends the rooms; it proves nothing about the units, and Abort is retransmitted until acknowledged."""
         self.counters["silent_peers"] += 1

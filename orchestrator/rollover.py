@@ -76,6 +76,10 @@ class EngineRollover:
         self._awaited.discard(link)
         self._check_acked()
 
+    def tell(self, link: Link, old: str) -> None:
+        """The link came up too late for the first Rollover, and its peer knows the old session."""
+        self._post(link, old, int(self._receiver.config.rollover_timeout_s * 1000))
+
     async def close(self) -> None:
         """The decode side stops: end what is under way. The old engine is deleted before this returns."""
         if self._timer is not None:
@@ -164,8 +168,10 @@ class EngineRollover:
         return [r for r in self._receiver.rooms if r.session == old and r.machine.state is DecodeState.OFFERED]
 
     def _tell(self, old: Session, deadline_ms: int) -> None:
-        receiver = self._receiver
-        message = Rollover(old_session=old, session=receiver.session, layout=receiver.layout, deadline_ms=deadline_ms)
-        for link in receiver.dialer.links.values():
+        for link in self._receiver.dialer.links.values():
             if link.up:
-                link.post(message)
+                self._post(link, old, deadline_ms)
+
+    def _post(self, link: Link, old: str, deadline_ms: int) -> None:
+        receiver = self._receiver
+        link.post(Rollover(old_session=old, session=receiver.session, layout=receiver.layout, deadline_ms=deadline_ms))

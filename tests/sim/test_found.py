@@ -3,20 +3,117 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 
 from orchestrator.chunk import ChunkSpec
+from orchestrator.config import Config
+from orchestrator.decode import Decode, RoomHandle
+from orchestrator.node import Node
+from orchestrator.prefill import Prefill
 from orchestrator.testing.cluster import Cluster
+from orchestrator.testing.network import MemoryNetwork
 from orchestrator.testing.pool import Pool
+from orchestrator.testing.simengine import SimEngine
+from orchestrator.testing.simfabric import SimFabric
+from protocols.codec import decode_envelope
+
+CONFIG = Config(layer_group=2, connect_timeout_s=2.0)
+
+
+class Scene:
+    """One prefill and decodes that come and go, over the simulated engine and the in-memory network."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.network = MemoryNetwork()
+        self.fabric = SimFabric()
+        self._stack = stack
+        self._pool = Pool(seed=1)
+        self.prefill: Prefill
+
+    async def start(self) -> None:
+        node = await self._stack.enter_async_context(Node(network=self.network))
+        self.prefill = node.start_prefill(SimEngine(self.fabric, "P"), self._pool.layout, config=CONFIG)
+
+    async def decode(self, port: int, then: int) -> tuple[Node, Decode]:
+        """A decode whose engine has ``port``, and ``then`` after a rollover."""
+        node = await self._stack.enter_async_context(Node(network=self.network))
+        pool = Pool()
+        self._stack.callback(pool.poison)  # keeps it alive
+
+        def engine(number: int) -> SimEngine:
+            made = SimEngine(self.fabric, "D", port=number)
+            made.ports = ()  # no real sockets hold them
+            return made
+
+        return node, node.start_decode(engine(port), pool.layout, CONFIG, lambda: engine(then))
+
+    def expect(self, decode: Decode, room: int) -> RoomHandle:
+        handle = decode.expect(room, 1, [self.prefill.address], np.array([4, 5]), total_tokens=8, aux_slot=0)
+        with self.prefill.begin_forward([ChunkSpec(room=room, gen=1, pages=[2, 3], last=True, aux_slot=0)]) as forward:
+            for layer in range(4):
+                forward.layer_end(layer)
+        return handle
+
+
+@asynccontextmanager
+async def a_scene() -> AsyncIterator[Scene]:
+    async with AsyncExitStack() as stack:
+        scene = Scene(stack)
+        await scene.start()
+        yield scene
+
+
+async def ended(handle: RoomHandle) -> bool:
+    return (await asyncio.wait_for(handle, 10.0)).ok
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 async def test_a_digest_of_one_page_where_the_aux_slot_is_as_long_as_a_page() -> None:
     """Seed 17: buffers of one length with like runs share an entry of the coverage, pages and aux alike."""
-    shape = {"item_len": 32, "aux_len": 32, "pages": 8}
-    async with Cluster(prefills=[Pool(seed=1, **shape)], decodes=[Pool(**shape)], digest=True) as cluster:
-        pages = np.array([5])
-        handle = cluster.decode().expect(7, 1, cluster.addresses, pages, total_tokens=3, aux_slot=2)
+    prefill, decode = (Pool(item_len=32, aux_len=32, pages=8, seed=seed) for seed in (1, None))
+    async with Cluster(prefills=[prefill], decodes=[decode], digest=True) as cluster:
+        handle = cluster.decode().expect(7, 1, cluster.addresses, np.array([5]), total_tokens=3, aux_slot=2)
         cluster.forward([ChunkSpec(room=7, gen=1, pages=[3], last=True, end_token=3, aux_slot=1)])
         result = await asyncio.wait_for(handle, 10.0)
         assert result.ok, result.error
+
+
+async def test_a_rollover_between_hello_and_welcome() -> None:
+    """Seed 88: the peer knew the old session for ever, and turned every Offer away."""
+    async with a_scene() as scene:
+        held: list[bytes] = []
+
+        def hold_welcomes(direction: str, frame: bytes) -> list[bytes]:
+            if decode_envelope(frame).type != "welcome":
+                return [frame]
+            held.append(frame)
+            return []
+
+        scene.network.filter = hold_welcomes
+        _, decode = await scene.decode(port=1, then=2)
+        first = scene.expect(decode, 1)
+        await until(lambda: bool(held))
+        decode.roll_over()
+        scene.network.filter = lambda direction, frame: [frame]
+        await asyncio.wait_for(first, 10.0)
+        assert await ended(scene.expect(decode, 2))
+
+
+async def test_a_session_that_an_earlier_process_had_is_left_by_itself() -> None:
+    """Seed 45: a restarted decode that got its predecessor's port was refused until somebody restarted it again."""
+    async with a_scene() as scene:
+        node, decode = await scene.decode(port=1, then=2)
+        assert await ended(scene.expect(decode, 1))
+        await node.stop()
+        _, decode = await scene.decode(port=1, then=3)
+        refused = await asyncio.wait_for(scene.expect(decode, 2), 10.0)
+        assert not refused.ok
+        assert await ended(scene.expect(decode, 3))
