@@ -48,7 +48,7 @@ class SimEngine:
         self.info = EngineInfo("simulated", "1", "fabric", "one-block")
         self.limits = limits or EngineLimits()
         self.host = host
-        self.ports = (fabric.next_port() if port is None else port,)
+        self.ports: tuple[int, ...] = (fabric.next_port() if port is None else port,)
         self.session = Session(f"{host}:{self.ports[0]}")
         self.domain = domain
         self.regions = Regions()
