@@ -11,8 +11,9 @@ from orchestrator.forward import ForwardPass, LayerNotifier
 from orchestrator.loop_thread import EmbeddedLoop
 from orchestrator.node import Node
 from orchestrator.outcome import RoomStatus
+from orchestrator.perfetto import chrome_trace
 from orchestrator.prefill import Prefill
-from orchestrator.trace import TransferResult, chrome_trace
+from orchestrator.trace import TransferResult
 from protocols.layout import LayerBuffer, Layout
 
 __all__ = [

@@ -101,7 +101,7 @@ class PrefillRoom:
         self.sender.pins.pin(self.key, data.pages)
         if not data.fake:
             chunk.task = self.sender.start_task(run_chunk(chunk, self))
-            self._check_ready()
+            self.check_ready()
         return chunk
 
     def note_degraded(self, chunk: Chunk) -> None:
@@ -129,7 +129,7 @@ class PrefillRoom:
         self.destinations[destination.link.peer] = destination
         self._latest = min(self._latest, self.sender.clock.now() + destination.offer.deadline_ms / 1000)
         destination.link.open_room(self.key)
-        self._check_ready()
+        self.check_ready()
 
     @property
     def is_complete(self) -> bool:
@@ -140,10 +140,9 @@ class PrefillRoom:
         """Return when every destination has offered and can be written to."""
         await asyncio.shield(self._offered)
 
-    def _check_ready(self) -> None:
-        if self.machine.state is not PrefillState.WAITING or not self.chunks:
-            return
-        if not self.is_complete:
+    def check_ready(self) -> None:
+        """Start sending once a chunk is registered and every destination has offered and can be written to."""
+        if self.machine.state is not PrefillState.WAITING or not self.chunks or not self.is_complete:
             return
         if not all(destination.connected for destination in self.destinations.values()):
             return
@@ -153,9 +152,6 @@ class PrefillRoom:
         self._arm_deadline(self.sender.config.progress_timeout_s)
         self._fire(PrefillEvent.READY)
         self._offered.set_result(None)
-
-    def destination_connected(self) -> None:
-        self._check_ready()
 
     # -- what the coroutine asks ---------------------------------------------------------------------------------
 

@@ -325,7 +325,7 @@ class Sender:
             room.fail(TransferError("the decode's engine was rolled over", session=destination.session))
             return
         destination.lane = self.sessions.lane(destination.session)
-        room.destination_connected()
+        room.check_ready()
 
     def write_failed(self, destination: Destination) -> None:
         self._contacts.write_failed(destination.link.peer)

@@ -1,4 +1,4 @@
-"""What happened to a room, in stamps: the one source of logs, metrics, results and the Chrome/Perfetto trace.
+"""What happened to a room, in stamps: the one source of logs, metrics, results and the trace (`orchestrator.perfetto`).
 
 All times are the injected clock's monotonic seconds; a stamp that never happened is None and so is every duration
 that needs it (D2). Spans of one process can be laid beside those of another on the same machine.
@@ -6,9 +6,8 @@ that needs it (D2). Spans of one process can be laid beside those of another on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from protocols.errors import TransferError
 from protocols.ids import RoomKey
@@ -82,57 +81,3 @@ def union_length(intervals: Iterable[tuple[float | None, float | None]]) -> floa
             total += end - max(start, reach)
             reach = end
     return total
-
-
-def chrome_trace(processes: dict[str, Sequence[TransferResult]]) -> dict[str, Any]:
-    """Results of one machine's processes as a Chrome/Perfetto trace (times in microseconds).
-
-    One track per room and phase: fired → ready (event), ready → posted (queue), posted → landed (wire).
-    """
-    starts = [
-        stamp
-        for results in processes.values()
-        for result in results
-        for stamp in (
-            *result.stamps.values(),
-            *(span.fired for span in result.spans),
-            *(s.queued for s in result.spans),
-        )
-        if stamp is not None
-    ]
-    origin = min(starts, default=0.0)
-    events: list[dict[str, Any]] = []
-    for pid, (name, results) in enumerate(processes.items(), 1):
-        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
-        for result in results:
-            events += _room_events(result, pid, origin)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _room_events(result: TransferResult, pid: int, origin: float) -> list[dict[str, Any]]:
-    room = f"room {result.key}"
-    events: list[dict[str, Any]] = [
-        {"ph": "i", "s": "p", "pid": pid, "tid": room, "name": name, "ts": (at - origin) * 1e6}
-        for name, at in result.stamps.items()
-    ]
-    for span in result.spans:
-        layers = f"{span.kind} {span.layers[0]}–{span.layers[-1]}" if span.layers else span.kind
-        for phase, start, end in (
-            ("event", span.fired, span.ready),
-            ("queue", span.ready if span.ready is not None else span.queued, span.posted),
-            ("wire", span.posted, span.landed),
-        ):
-            if start is not None and end is not None and end >= start:
-                events.append(
-                    {
-                        "ph": "X",
-                        "pid": pid,
-                        "tid": f"{room} {phase}",
-                        "name": f"{layers} @{span.chunk}",
-                        "cat": phase,
-                        "ts": (start - origin) * 1e6,
-                        "dur": (end - start) * 1e6,
-                        "args": {"bytes": span.bytes, "blocks": span.blocks, "chunk": span.chunk},
-                    }
-                )
-    return events

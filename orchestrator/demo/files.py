@@ -10,7 +10,8 @@ from typing import Any
 
 from orchestrator.demo.driver import Results
 from orchestrator.demo.verdict import Case, Transfer
-from orchestrator.trace import TransferResult, chrome_trace
+from orchestrator.perfetto import chrome_trace
+from orchestrator.trace import TransferResult
 from protocols.errors import ConfigError
 from protocols.ids import RoomKey
 
@@ -68,51 +69,7 @@ def as_trace(results: Results) -> dict[str, Any]:
     for case in results.cases:
         for mode, runs in case.transfers.items():
             processes[f"{case.name}: {mode}"] = [_result(case, run) for run in runs]
-    trace = chrome_trace(processes)
-    return trace | {"traceEvents": _tracks(_with_forwards(trace["traceEvents"]))}
-
-
-def _with_forwards(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turn the stamps "forward N start" and "forward N end" into one bar each."""
-    bars, others = [], []
-    starts: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for event in events:
-        name, _, edge = event["name"].rpartition(" ")
-        key = (event["pid"], event.get("tid"), name)
-        if not name.startswith("forward "):
-            others.append(event)
-        elif edge == "start":
-            starts[key] = event
-        else:
-            start = starts.pop(key)
-            track = f"{event['tid']} forward"
-            bars.append(start | {"ph": "X", "name": name, "tid": track, "dur": event["ts"] - start["ts"]})
-    return others + bars
-
-
-def _tracks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give each named track a number and a name event, and as many tracks as keep its bars from overlapping: viewers
-    nest bars of one track, so half-covered ones would be drawn wrongly."""
-    numbers: dict[tuple[int, str], int] = {}
-    ends: dict[tuple[int, str], float] = {}
-    placed, names = [], []
-    for event in sorted(events, key=lambda event: float(event.get("ts", -1.0))):
-        if "tid" not in event:
-            placed.append(event)
-            continue
-        lane = 1
-        while ends.get((event["pid"], track := f"{event['tid']} {lane}"), -1.0) > event["ts"]:
-            lane += 1
-        key = (event["pid"], track)
-        ends[key] = max(ends.get(key, -1.0), event["ts"] + event.get("dur", 0.0))
-        if key not in numbers:
-            numbers[key] = len(numbers) + 1
-            title = event["tid"] if lane == 1 else track
-            names.append(
-                {"ph": "M", "pid": key[0], "tid": numbers[key], "name": "thread_name", "args": {"name": title}}
-            )
-        placed.append(event | {"tid": numbers[key]})
-    return names + placed
+    return chrome_trace(processes)
 
 
 def _result(case: Case, run: Transfer) -> TransferResult:
