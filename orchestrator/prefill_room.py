@@ -101,8 +101,8 @@ class PrefillRoom:
         self.sender.pins.pin(self.key, data.pages)
         if not data.fake:
             chunk.task = self.sender.start_task(run_chunk(chunk, self))
-            self.check_ready()
-        return chunk
+        self.check_ready()
+        return None if self.outcome.failed else chunk
 
     def note_degraded(self, chunk: Chunk) -> None:
         self.sender.log.warning(
@@ -142,7 +142,12 @@ class PrefillRoom:
 
     def check_ready(self) -> None:
         """Start sending once a chunk is registered and every destination has offered and can be written to."""
-        if self.machine.state is not PrefillState.WAITING or not self.chunks or not self.is_complete:
+        if self.machine.state is not PrefillState.WAITING or not self.chunks:
+            return
+        if self.destinations and any(chunk.data.fake for chunk in self.chunks.values()):
+            self.fail(MismatchError("a decode offered its pages to a room that asks for no transfer"))
+            return
+        if not self.is_complete:
             return
         if not all(destination.connected for destination in self.destinations.values()):
             return
