@@ -1,8 +1,8 @@
 """Windowed submission to one session, fair between rooms.
 
-A chunk hands over all blocks of a layer group at once; the lane submits them as the window allows, rooms taking turns
-(deficit round robin in bytes). Permits come back when the engine says a batch is terminal, never when somebody stops
-waiting (V5). A block is submitted once.
+A chunk hands over all blocks of a layer group at once; the lane submits them as the window allows, rooms taking turns:
+a turn is a quantum of bytes, or a quarter of the window in blocks, or one block that is larger. Permits come back when
+the engine says a batch is terminal, never when somebody stops waiting (V5). A block is submitted once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from orchestrator.clock import Clock
 from orchestrator.engines.base import Batch, Engine
@@ -67,7 +69,12 @@ class Handover:
     @property
     def landed(self) -> bool:
         """Every block was submitted and COMPLETED."""
-        return self.done and self.posted == len(self.blocks) and not self.in_doubt and not self.missed
+        return self.done and self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Every block was submitted, and none of them failed so far."""
+        return self.posted == len(self.blocks) and not self.in_doubt and not self.missed
 
     def unfinished(self) -> list[int]:
         """Indices of blocks that are submitted and not terminal."""
@@ -77,6 +84,7 @@ class Handover:
         """A write of it failed or was refused: the room submits nothing more, what runs is drained."""
         if self.error is None:
             self.error = error
+            self.span.failed = True
             self._on_failed(self, error)
 
     def finish(self) -> None:
@@ -199,7 +207,12 @@ class Lane:
         if handover.outcome.failed:
             self.stop(key)
             return True
-        count = self._window.fitting(handover.blocks.length[handover.posted :], self._max_batch)
+        waiting = handover.blocks.length[handover.posted :]
+        at_most = self._max_batch
+        if len(self._turns) > 1:
+            left = self._quantum - self._credit[key]
+            at_most = max(1, int(np.searchsorted(np.cumsum(waiting[:at_most]), left, side="right")))
+        count = self._window.fitting(waiting, at_most)
         if count == 0:
             return False
         self._submit(handover, count)
@@ -211,6 +224,7 @@ class Lane:
     def _submit(self, handover: Handover, count: int) -> None:
         first = handover.posted
         part = handover.blocks[first : first + count]
+        now = self._clock.now()  # before the engine has it: a stamp from after would make the link look faster
         try:
             batch = self._engine.submit(self.session, part)
         except KvferryError as exc:
@@ -220,14 +234,15 @@ class Lane:
         handover.posted += count
         handover.inflight.append((first, batch))
         if handover.span.posted is None:
-            handover.span.posted = self._clock.now()
+            handover.span.posted = now
         self.batches += 1
         nbytes = part.nbytes
         if self._busy is None:
-            self._busy = _Busy(self._clock.now())
+            self._busy = _Busy(now)
         self._busy.add(count, nbytes)
         self._window.take(count, nbytes)
-        self._credit[key] += nbytes
+        # However small its blocks, a turn is over after a quarter of the window.
+        self._credit[key] += max(nbytes, count * self._quantum // self._max_batch)
         if handover.posted == len(handover.blocks):
             queue = self._rooms[key]
             queue.popleft()
@@ -256,7 +271,8 @@ class Lane:
         handover.missed += len(batch.never_submitted)
         queued = self._rooms.get(handover.outcome.key, ())
         if not handover.inflight and handover not in queued:
-            handover.span.landed = self._clock.now()
+            if handover.is_complete:
+                handover.span.landed = self._clock.now()
             handover.finish()
         self.pump()
         self._observe(batch.failed)
