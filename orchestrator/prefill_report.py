@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def layer_counts(room: PrefillRoom) -> str:
-    """Layers fired / queued / posted / landed over all chunks and destinations, for a stuck room's report."""
+    """Layers fired / queued / posted / landed / failed over all chunks and destinations, for a stuck room's report."""
     fired = sum(len(chunk.taken) for chunk in room.chunks.values())
     queued = sum(len(span.layers) for span in room.spans)
     posted = sum(len(span.layers) for span in room.spans if span.posted is not None)
     landed = sum(len(span.layers) for span in room.spans if span.landed is not None)
-    failed = sum(len(destination.in_doubt) for destination in room.destinations.values())
-    return f"fired {fired}, queued {queued}, posted {posted}, landed {landed}, blocks in doubt {failed}"
+    failed = sum(len(span.layers) for span in room.spans if span.failed)
+    return f"fired {fired}, queued {queued}, posted {posted}, landed {landed}, failed {failed}"
 
 
 def timing(room: PrefillRoom) -> dict[str, float]:

@@ -33,6 +33,9 @@ class Span:
     queued: float | None = None
     posted: float | None = None
     landed: float | None = None
+    """All of it landed; None for one of which a block failed."""
+    failed: bool = False
+    """A block of it failed, or was refused."""
 
     @property
     def waited(self) -> float | None:
@@ -63,9 +66,11 @@ class TransferResult:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bytes over the union of the intervals in which blocks were in flight: never above the line rate."""
-        busy = union_length((span.posted, span.landed) for span in self.spans)
-        return self.bytes / busy if self.bytes and busy else None
+        """Bytes over the union of the intervals in which blocks were in flight: never above the line rate, also where
+        only the first of very many spans were kept."""
+        landed = [span for span in self.spans if span.landed is not None]
+        busy = union_length((span.posted, span.landed) for span in landed)
+        return sum(span.bytes for span in landed) / busy if busy else None
 
 
 def difference(start: float | None, end: float | None) -> float | None:
