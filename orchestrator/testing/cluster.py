@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from orchestrator.chunk import ChunkSpec
+from orchestrator.clock import Clock
 from orchestrator.config import Config
 from orchestrator.cuda_events import EventSource
 from orchestrator.decode import Decode
@@ -44,6 +45,7 @@ class Cluster:
         limits: EngineLimits | None = None,
         seed: int = 0,
         digest: bool = True,
+        clock: Clock | None = None,
     ) -> None:
         """Page digests are on unless ``digest`` says otherwise; ``wrap`` is put around each prefill's engine (to make
         it faulty or paced)."""
@@ -62,18 +64,19 @@ class Cluster:
         self._events = events
         self._wrap = wrap or (lambda engine: engine)
         self._limits = limits
+        self._clock = clock
         self._rng = random.Random(seed)
 
     async def __aenter__(self) -> Cluster:
         for pool in self.prefill_pools:
-            node = Node(network=self.network, rng=self._rng)
+            node = Node(clock=self._clock, network=self.network, rng=self._rng)
             engine = self._wrap(self.fabric.engine(self._limits))
             self.engines.append(engine)
             self.prefills.append(node.start_prefill(engine, pool.layout, config=self._config, events=self._events))
             self.nodes.append(node)
             self.prefill_nodes.append(node)
         for pool in self.decode_pools:
-            node = Node(network=self.network, rng=self._rng)
+            node = Node(clock=self._clock, network=self.network, rng=self._rng)
             engine = self.fabric.engine(self._limits)
             self.decodes.append(node.start_decode(engine, pool.layout, config=self._decode_config))
             self.nodes.append(node)

@@ -27,7 +27,7 @@ from protocols.blocks import Ints
 from protocols.ids import RoomKey, Session
 from protocols.layout import Layout
 
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 T = TypeVar("T")
 
 both_modes = pytest.mark.parametrize("layerwise", [True, False], ids=["layerwise", "monolithic"])
