@@ -17,6 +17,7 @@ breaker        whether a peer that failed is tried again
 grouping       how many layers to send together
 linkmodel      what a link costs, learnt online
 pins           which source pages may still be read
+shares         a bounded table whose owners share it fairly
 tombstones     the verdicts of rooms that ended
 =============  ================================================================================
 

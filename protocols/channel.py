@@ -11,17 +11,20 @@ dropped, but acknowledged again.
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import msgspec
 
 from protocols.errors import BrokenPeerError
-from protocols.messages import AnyMessage
+from protocols.messages import MAX_FRAME_BYTES, AnyMessage
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 5.0
 MAX_UNACKED = 65536
 MAX_HELD = 1024
+MAX_HELD_BYTES = MAX_FRAME_BYTES
+"""Frames that arrived early are held up to this many, and this many bytes: each of them could be 16 MiB."""
 
 
 @dataclass(slots=True)
@@ -34,11 +37,14 @@ class _Unacked:
 class Channel:
     """One direction's numbering and the other direction's order. Both belong to one (src, dst) pair."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, counters: Counter[str] | None = None) -> None:
+        """``counters``: where frames that come again, or too early, are counted."""
         self._rng = rng
+        self._counters = Counter[str]() if counters is None else counters
         self._next_seq = 1
-        self._unacked: dict[int, _Unacked] = {}
-        self._held: dict[int, AnyMessage | None] = {}
+        self._unacked: deque[_Unacked] = deque()
+        self._held: dict[int, tuple[AnyMessage | None, int]] = {}
+        self._held_bytes = 0
         self.ack = 0
         """Highest contiguous sequence number processed; stamped on everything we send."""
         self.ack_owed = False
@@ -51,12 +57,12 @@ class Channel:
             raise BrokenPeerError("the peer acknowledges nothing", unacked=len(self._unacked))
         seq = self._next_seq
         self._next_seq += 1
-        self._unacked[seq] = _Unacked(msgspec.structs.replace(message, seq=seq), now, 0)
+        self._unacked.append(_Unacked(msgspec.structs.replace(message, seq=seq), now, 0))
 
     def take_due(self, now: float) -> list[AnyMessage]:
         """What must be sent (again) now, oldest first; each is due again after a longer, jittered delay."""
         due: list[AnyMessage] = []
-        for entry in self._unacked.values():
+        for entry in self._unacked:
             if entry.due <= now:
                 delay = min(FIRST_RETRY_S * 2**entry.attempts, LAST_RETRY_S)
                 entry.due = now + delay * (0.75 + 0.5 * self._rng.random())
@@ -66,7 +72,7 @@ class Channel:
 
     def next_due(self) -> float | None:
         """When `take_due` will next have something, in the caller's clock; None when all is acknowledged."""
-        return min((entry.due for entry in self._unacked.values()), default=None)
+        return min((entry.due for entry in self._unacked), default=None)
 
     @property
     def unacked(self) -> int:
@@ -74,23 +80,33 @@ class Channel:
 
     def acked(self, ack: int) -> None:
         """The peer has processed everything up to ``ack``. Numbers never sent are ignored."""
-        for seq in list(self._unacked):
-            if seq > ack:
-                break
-            del self._unacked[seq]
+        while self._unacked and self._unacked[0].message.seq <= ack:
+            self._unacked.popleft()
 
-    def receive(self, seq: int, message: AnyMessage | None) -> list[AnyMessage]:
-        """Take a sequenced message (None: its body was bad) and return what can be processed now, in order."""
-        self.ack_owed = True
+    def wants(self, seq: int, nbytes: int = 0) -> bool:
+        """Whether `receive` would keep a frame of this number and size: one that it would drop need not be decoded."""
         if seq <= self.ack or seq in self._held:
+            self._counters["repeated_frames"] += 1
+        elif seq > self.ack + MAX_HELD or (seq > self.ack + 1 and self._held_bytes + nbytes > MAX_HELD_BYTES):
+            self._counters["early_frames"] += 1
+        else:
+            return True
+        self.ack_owed = True
+        return False
+
+    def receive(self, seq: int, message: AnyMessage | None, nbytes: int = 0) -> list[AnyMessage]:
+        """Take a sequenced message (None: its body was bad) whose frame had so many bytes, and return what can be
+        processed now, in order."""
+        if not self.wants(seq, nbytes):
             return []
-        if seq > self.ack + MAX_HELD:
-            return []
-        self._held[seq] = message
+        self.ack_owed = True
+        self._held[seq] = message, nbytes
+        self._held_bytes += nbytes
         ready: list[AnyMessage] = []
         while self.ack + 1 in self._held:
             self.ack += 1
-            head = self._held.pop(self.ack)
+            head, size = self._held.pop(self.ack)
+            self._held_bytes -= size
             if head is not None:
                 ready.append(head)
         return ready

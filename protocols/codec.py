@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import msgspec
 import numpy as np
 
 from protocols.blocks import Ints
 from protocols.errors import ConfigError, KvferryError, MalformedFrameError
 from protocols.ids import RoomKey, is_incarnation
-from protocols.messages import MAX_FRAME_BYTES, AnyMessage, Envelope, Message, RoomRef
+from protocols.messages import (
+    MAX_BYTES_OF,
+    SMALL_FRAME_BYTES,
+    AnyMessage,
+    Envelope,
+    Message,
+    RoomRef,
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(Envelope)
@@ -22,21 +31,37 @@ def encode(message: Message) -> bytes:
     """One frame. Raises ConfigError if it would be larger than the peer accepts: an oversized frame drops the
     connection without a word to its sender."""
     frame = _encoder.encode(message)
-    if len(frame) > MAX_FRAME_BYTES:
+    if len(frame) > SMALL_FRAME_BYTES and len(frame) > (limit := _limit(str(type(message).__struct_config__.tag))):
         raise ConfigError(
             "the message is larger than one frame",
             type=type(message).__name__,
             bytes=len(frame),
-            limit=MAX_FRAME_BYTES,
+            limit=limit,
             hint="Offer fewer pages in one room, or use larger pages.",
         )
     return frame
 
 
-def decode_envelope(frame: bytes) -> Envelope:
-    """The envelope of a frame. Raises MalformedFrameError."""
-    if len(frame) > MAX_FRAME_BYTES:
-        raise MalformedFrameError("oversized frame", bytes=len(frame), limit=MAX_FRAME_BYTES)
+def _limit(type_name: str) -> int:
+    return MAX_BYTES_OF.get(type_name, SMALL_FRAME_BYTES)
+
+
+def leading_type(frame: bytes) -> str:
+    """The message's type where it stands first in the map, as our encoder writes it; else "". Looks at a few bytes."""
+    start = {0xDE: 3, 0xDF: 5}.get(frame[0], 1) if frame else 0
+    key = frame[start : start + 5]
+    length = frame[start + 5] & 0x1F if len(frame) > start + 5 and frame[start + 5] >> 5 == 0b101 else 0
+    name = frame[start + 6 : start + 6 + length]
+    return name.decode("ascii", "replace") if key == b"\xa4type" else ""
+
+
+def decode_envelope(frame: bytes, heard: Container[str] | None = None) -> Envelope:
+    """The envelope of a frame. Raises MalformedFrameError; for a large one of a type that may not be so large, or is
+    not among those ``heard``, before anything is decoded."""
+    if len(frame) > SMALL_FRAME_BYTES:
+        name = leading_type(frame)
+        if len(frame) > _limit(name) or (heard is not None and name not in heard):
+            raise MalformedFrameError("oversized frame", bytes=len(frame), limit=_limit(name), type=name)
     try:
         envelope = _envelope.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:

@@ -15,6 +15,16 @@ from protocols.layout import Layout, Natural, Positive
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 << 20
+SMALL_FRAME_BYTES = 64 << 10
+"""Largest frame of a message that carries no list."""
+MAX_BYTES_OF = {
+    "hello": 1 << 20,
+    "rollover": 1 << 20,
+    "offer": MAX_FRAME_BYTES,
+    "done": MAX_FRAME_BYTES,
+    "abort_ack": MAX_FRAME_BYTES,
+}
+"""The others, by type. A larger frame is dropped before it is decoded, which could take a tenth of a second."""
 MAX_DESTINATIONS = 1024
 MAX_COVERAGE = 65536
 FOREVER_MS = 30 * 24 * 3600 * 1000
@@ -225,4 +235,10 @@ AnyMessage = (
     | RolloverAck
     | Bye
 )
+HEARD_BY_PREFILL = frozenset({"hello", "ping", "pong", "offer", "committed", "abort", "rollover", "bye"})
+HEARD_BY_DECODE = frozenset(
+    {"hello", "welcome", "refused", "wrong_incarnation", "ping", "pong"}
+    | {"done", "abort", "abort_ack", "rollover_ack", "bye"}
+)
+"""What one side may say to the other: the rest is not even decoded."""
 UNSEQUENCED = (Hello, Welcome, Refused, WrongIncarnation, Ping, Pong)

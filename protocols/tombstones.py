@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -23,42 +23,50 @@ class Tombstones(Generic[T]):
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
-        self._by_key: dict[RoomKey, Tombstone[T]] = {}
-        self._order: deque[tuple[float, RoomKey]] = deque()
+        self._expiring: OrderedDict[RoomKey, Tombstone[T]] = OrderedDict()
+        """In the order in which they expire."""
+        self._doubtful: dict[RoomKey, Tombstone[T]] = {}
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._expiring) + len(self._doubtful)
 
     def add(self, key: RoomKey, verdict: T, now: float, *, in_doubt: bool = False) -> None:
         """A stone in doubt stays so, whatever is added over it, until `settle`."""
-        known = self._by_key.get(key)
-        self._put(key, verdict, now, in_doubt or (known is not None and known.in_doubt))
+        self._put(key, verdict, now, in_doubt or key in self._doubtful)
 
     def _put(self, key: RoomKey, verdict: T, now: float, in_doubt: bool) -> None:
-        expires = now + self._keep_s
-        self._by_key[key] = Tombstone(verdict, in_doubt, expires)
-        self._order.append((expires, key))
+        stone = Tombstone(verdict, in_doubt, now + self._keep_s)
+        self._expiring.pop(key, None)
+        self._doubtful.pop(key, None)
+        if in_doubt:
+            self._doubtful[key] = stone
+        else:
+            self._expiring[key] = stone
 
     def get(self, key: RoomKey, now: float) -> T | None:
         """The verdict, or None when nothing is remembered."""
-        stone = self._by_key.get(key)
+        stone = self._doubtful.get(key) or self._expiring.get(key)
         if stone is None or (stone.expires <= now and not stone.in_doubt):
             return None
         return stone.verdict
 
     def settle(self, key: RoomKey, now: float) -> None:
         """Nothing of this room is in doubt any more: it expires like the others, counted from now."""
-        stone = self._by_key.get(key)
-        if stone is not None and stone.in_doubt:
+        stone = self._doubtful.get(key)
+        if stone is not None:
             self._put(key, stone.verdict, now, in_doubt=False)
+
+    def discard(self, key: RoomKey) -> bool:
+        """Forget a verdict before its time, unless it is in doubt. True if there was one to forget."""
+        return self._expiring.pop(key, None) is not None
 
     def take_expired(self, now: float) -> list[RoomKey]:
         """Forget what expired and return its keys. Amortised constant time."""
         gone: list[RoomKey] = []
-        while self._order and self._order[0][0] <= now:
-            expires, key = self._order.popleft()
-            stone = self._by_key.get(key)
-            if stone is not None and stone.expires == expires and not stone.in_doubt:
-                del self._by_key[key]
-                gone.append(key)
+        while self._expiring:
+            key, stone = next(iter(self._expiring.items()))
+            if stone.expires > now:
+                break
+            del self._expiring[key]
+            gone.append(key)
         return gone

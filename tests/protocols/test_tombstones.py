@@ -95,3 +95,22 @@ def test_against_a_dictionary(script: list[tuple[object, ...]]) -> None:
             verdict, in_doubt, expires = model.get(key, (None, False, 0.0))
             assert stones.get(key, now) == (verdict if in_doubt or expires > now else None)
         assert len(stones) == len(model)
+
+
+@pytest.mark.row("N9")
+def test_a_verdict_can_be_forgotten_early() -> None:
+    stones: Tombstones[str] = Tombstones(KEEP)
+    for room in range(5):
+        stones.add(RoomKey(room, 0), "gone", float(room))
+    assert stones.discard(RoomKey(2, 0))
+    assert not stones.discard(RoomKey(2, 0))
+    assert stones.get(RoomKey(2, 0), 5.0) is None
+    assert stones.take_expired(KEEP + 3) == [RoomKey(room, 0) for room in (0, 1, 3)]
+    assert len(stones) == 1
+
+
+def test_doubt_is_not_forgotten_early() -> None:
+    stones: Tombstones[str] = Tombstones(KEEP)
+    stones.add(ROOM, "doubt", 0.0, in_doubt=True)
+    assert not stones.discard(ROOM)
+    assert stones.get(ROOM, 2 * KEEP) == "doubt"
