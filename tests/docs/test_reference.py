@@ -11,7 +11,7 @@ from dataclasses import fields
 from orchestrator.config import Config
 from orchestrator.engines import mooncake_env
 from orchestrator.engines.base import EngineLimits
-from protocols.messages import Message
+from protocols.messages import HEARD_BY_DECODE, HEARD_BY_PREFILL, Message
 from tests.docs import reading
 from tests.docs.reading import ROOT, code_names
 from tests.support.messages import MESSAGE_TYPES
@@ -28,7 +28,7 @@ def test_states_are_drawn_from_the_tables() -> None:
 def test_settings_and_their_defaults() -> None:
     rows = reading.table(DOCS / "embedding.md", "setting", "default", "meaning")
     listed = {code_names(name)[0]: ast.literal_eval(code_names(default)[0]) for name, default, _ in rows}
-    assert listed == {field.name: field.default for field in fields(Config)}
+    assert listed == {field.name: getattr(Config(), field.name) for field in fields(Config)}
 
 
 def test_messages_and_their_fields() -> None:
@@ -42,6 +42,13 @@ def test_messages_and_their_fields() -> None:
             names |= listed["Ping"] - {"ack"}
         assert actual[name] <= names, f"{name} lacks {actual[name] - names}"
         assert names - actual[name] <= {"ack", "src"}, f"{name} has no {names - actual[name]}"
+
+
+def test_who_says_what() -> None:
+    tags = {cls.__name__: str(cls.__struct_config__.tag) for cls in MESSAGE_TYPES}
+    heard = {"D→P": {HEARD_BY_PREFILL}, "P→D": {HEARD_BY_DECODE}, "both": {HEARD_BY_PREFILL, HEARD_BY_DECODE}}
+    for name, direction, _ in reading.table(DOCS / "protocol.md", "message", "direction", "fields beyond the envelope"):
+        assert {side for side in (HEARD_BY_PREFILL, HEARD_BY_DECODE) if tags[name] in side} == heard[direction], name
 
 
 def test_what_is_set_and_refused_in_the_environment() -> None:
