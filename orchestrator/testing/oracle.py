@@ -70,8 +70,8 @@ class Oracle:
         self._now = now
         self._record = record
         self._sides: dict[Domain, Side] = {}
-        self._final: dict[tuple[RoomKey, int, int], int] = {}
-        """(room, buffer code, position) → the token its prefill wrote last."""
+        self._final: dict[tuple[RoomKey, int, int], dict[str, int]] = {}
+        """(room, buffer code, position) → the token that each prefill process wrote last: ranks may compute alike."""
         self._committed: dict[RoomKey, int] = {}
         fabric.observer = self
 
@@ -101,12 +101,13 @@ class Oracle:
         for unit, position in grant.positions.items():
             for item in memory.items_of(*unit):
                 found = memory.read(item)
-                wanted = self._final.get((grant.key, memory.code(item.buffer), position))
-                if found != wanted:
+                wanted = self._final.get((grant.key, memory.code(item.buffer), position), {})
+                if found not in wanted.values():
+                    wrote = ", ".join(f"{name} wrote {describe_token(number)}" for name, number in wanted.items())
                     self.violate(
                         "V1 committed without its bytes",
                         f"{side.name} committed room {grant.key}: {item} (position {position}) holds "
-                        f"{describe_token(found)}, its prefill wrote {describe_token(wanted or 0)}",
+                        f"{describe_token(found)}; {wrote or 'nobody wrote it'}",
                     )
         self._check_no_writer(side, grant, "V3 committed under a write")
 
@@ -132,7 +133,7 @@ class Oracle:
             self._check_no_reader(side, {item.unit}, "V2 rewritten under a read")
         memory.write(item, number)
         side.final[place] = number
-        self._final[(key, memory.code(item.buffer), position)] = number
+        self._final.setdefault((key, memory.code(item.buffer), position), {})[side.name] = number
 
     def source_released(self, side: Side, grant: Grant, poison: int) -> None:
         """The prefill says that the source is free: it is overwritten at once."""

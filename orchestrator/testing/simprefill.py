@@ -262,7 +262,8 @@ class PrefillWorker:
         self.world.record(self.life.name, "ends room", outcome.key, outcome.status.name, outcome.error or "")
         self.world.counts["ok" if ok else "failed"] += 1
         self.world.oracle.ended(self.life.side, outcome.key, outcome.status.name)
-        if ok and not job.plan.fake:
+        first = next(other for other in self.jobs if other.key == job.key)
+        if ok and not job.plan.fake and first is job:
             self.world.oracle.prefill_succeeded(self.life.side, outcome.key, len(job.plan.decodes))
 
     def _source_free(self, job: PrefillRoomJob) -> None:
