@@ -12,7 +12,7 @@ from orchestrator.digest import hash_pages
 from orchestrator.flow import Handover, Lane
 from orchestrator.link import Link
 from orchestrator.trace import Span
-from protocols.blocks import Blocks, Ints, check_units, layer_blocks, merge_runs, position_runs, split
+from protocols.blocks import Blocks, Ints, check_units, layer_blocks, merge_runs, position_runs, split, summary
 from protocols.codec import pack_indices, unpack_indices
 from protocols.coverage import Ledger, Runs
 from protocols.errors import MismatchError
@@ -21,7 +21,7 @@ from protocols.layout import LayerBuffer, Layout, Pair
 from protocols.leases import KINDS, UnitSet
 from protocols.machines import ChunkEvent
 from protocols.messages import AbortAck, Digest, Offer, Units
-from protocols.planning import ChunkPlan, units_at
+from protocols.planning import ChunkPlan, check_total, plan_chunk, units_at
 
 if TYPE_CHECKING:
     from orchestrator.prefill_room import PrefillRoom
@@ -68,6 +68,18 @@ class Destination:
     def connected(self) -> bool:
         """Data can be written to it, or none will be."""
         return self.dummy or self.lane is not None
+
+    def plan(self, data: ChunkData) -> ChunkPlan:
+        """Which of the chunk's pages go where; kept in ``plans``. Raises MismatchError, with both lists in a few
+        characters (E1)."""
+        try:
+            if data.last:
+                check_total(data.end_token, self.total_tokens, self._layout.page_size, self.prefix_pages, self.pages)
+            plan = plan_chunk(data.pages, data.positions, self.prefix_pages, self.pages)
+        except MismatchError as exc:
+            raise MismatchError(exc.what, **{**exc.data, "source": summary(data.pages)}) from exc
+        self.plans[data.key.start_token] = plan
+        return plan
 
     def pairs_of(self, buffers: Sequence[LayerBuffer]) -> list[Pair]:
         """These source buffers, paired with this destination's own."""

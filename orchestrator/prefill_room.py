@@ -31,7 +31,7 @@ from protocols.ids import Incarnation
 from protocols.layout import LayerBuffer
 from protocols.machines import PREFILL_ROOM, Action, ChunkEvent, Machine, PrefillEvent, PrefillState
 from protocols.messages import Abort, Done
-from protocols.planning import ChunkPlan, check_total, plan_chunk
+from protocols.planning import ChunkPlan
 
 if TYPE_CHECKING:
     from orchestrator.sender import Sender
@@ -162,23 +162,11 @@ class PrefillRoom:
 
     def check_chunk(self, chunk: Chunk) -> None:
         """Plan the chunk for every destination. Raises MismatchError."""
-        data = chunk.data
-        page_size = self.sender.layout.page_size
         for destination in self.destinations.values():
-            if destination.dummy:
-                continue
-            if data.last:
-                check_total(
-                    data.end_token,
-                    destination.total_tokens,
-                    page_size,
-                    destination.prefix_pages,
-                    destination.pages,
-                )
-            plan = plan_chunk(data.pages, data.positions, destination.prefix_pages, destination.pages)
-            destination.plans[data.key.start_token] = plan
-            self.sender.planner.fragmented(len(plan.runs), plan.runs.pages)
-            self._admit(destination, plan)
+            if not destination.dummy:
+                plan = destination.plan(chunk.data)
+                self.sender.planner.fragmented(len(plan.runs), plan.runs.pages)
+                self._admit(destination, plan)
 
     def _admit(self, destination: Destination, plan: ChunkPlan) -> None:
         """Predict how long the room's bytes take on this link. Raises TransferError, if so configured, when they

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import orchestrator.chunk
+import orchestrator.destination
 import orchestrator.prefill
 import orchestrator.prefill_room
 import orchestrator.sender
@@ -278,7 +279,7 @@ def injected(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *at: int) -
 
 
 BEFORE_A_BYTE_LEFT: dict[str, tuple[Any, str, int]] = {
-    "planning": (orchestrator.prefill_room, "plan_chunk", 0),
+    "planning": (orchestrator.destination, "plan_chunk", 0),
     "the whole plan": (PrefillRoom, "check_chunk", 0),
     "the buffers of a layer": (PrefillRoom, "hooked_buffers", 0),
     "blocks of the first group": (ChunkPlan, "blocks", 0),
@@ -343,7 +344,7 @@ async def test_an_error_that_stays_fails_the_room_in_the_end(monkeypatch: pytest
     """Degraded, the chunk plans anew; a planner that is broken for good fails it then."""
     async with scene() as cluster:
         handle = cluster.decode().expect(1, 0, cluster.addresses, TARGET, total_tokens=12)
-        with injected(monkeypatch, orchestrator.prefill_room, "plan_chunk", *range(9)) as fault:
+        with injected(monkeypatch, orchestrator.destination, "plan_chunk", *range(9)) as fault:
             fault.calls = 0
             monkeypatch.setattr(fault, "at", range(10**6))
             cluster.forward([spec(1, SOURCE)])
