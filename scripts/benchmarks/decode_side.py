@@ -177,8 +177,9 @@ class DecodeSide:
         return sum(run_forward(layers, compute) for _ in range(passes))
 
     def cpu(self) -> float:
-        """CPU seconds of everything here but the engine's own threads."""
-        return our_cpu_s()
+        """CPU seconds of everything here but the engine's own threads and the main thread, which obeys the bench."""
+        main = threading.main_thread().native_id
+        return our_cpu_s(set() if main is None else {main})
 
     def close(self) -> None:
         self._loop.close()

@@ -54,12 +54,10 @@ def bounded(
 ) -> Figure:
     """The median of ``runs`` against a bound of its own; without a bound it is only reported."""
     value = statistics.median(runs)
-    if not target:
-        target = f"≤ {at_most:g} {unit}" if at_most is not None else f"≥ {at_least:g} {unit}"
-        if at_most is None and at_least is None:
-            target = "reported"
+    bounds = ((at_most, "≤"), (at_least, "≥"))
+    target = target or " and ".join(f"{sign} {bound:g} {unit}" for bound, sign in bounds if bound is not None)
     ok = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
-    return Figure(bench, case, metric, unit, value, target, ok, runs=list(runs))
+    return Figure(bench, case, metric, unit, value, target or "reported", ok, runs=list(runs))
 
 
 def compared(

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from orchestrator import ChunkSpec
 from protocols.blocks import Blocks, Ints, layer_blocks, merge_runs, split
 from protocols.layout import LayerBuffer, Layout
 
@@ -129,6 +130,18 @@ class Request:
     source: Ints
     target: Ints
     cuts: tuple[int, ...]
+
+    def spec(self, chunk: int, gen: int, page_size: int) -> ChunkSpec:
+        """Its nth chunk."""
+        first = self.cuts[chunk - 1] if chunk else 0
+        end = self.cuts[chunk]
+        return ChunkSpec(
+            room=self.number,
+            gen=gen,
+            start_token=first * page_size,
+            pages=np.ascontiguousarray(self.source[first:end]),
+            last=chunk == len(self.cuts) - 1,
+        )
 
 
 def requests(

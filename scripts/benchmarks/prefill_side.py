@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
-from orchestrator import ChunkSpec, Config, EmbeddedLoop, ForwardPass, TransferResult
+from orchestrator import Config, EmbeddedLoop, ForwardPass, TransferResult
 from orchestrator.engines.base import Engine
 from orchestrator.engines.mooncake import CompletionMode, MooncakeEngine
 from scripts.benchmarks.forward import Compute, run_forward
@@ -64,7 +62,7 @@ class PrefillSide:
         for number in range(len(requests[0].cuts)):
             before = clock()
             forward = self.prefill.begin_forward(
-                [spec(request, number, gen, self.pool.shape.page_size) for request in requests]
+                [request.spec(number, gen, self.pool.shape.page_size) for request in requests]
             )
             hooks += clock() - before
             if count_hooks:
@@ -101,8 +99,9 @@ class RemotePrefill:
     def address(self) -> str:
         return self._side.address
 
-    def forward(self, requests: list[Request], compute: Compute, gen: int) -> Forwarded:
-        return self._side.forward(requests, compute, gen)
+    def forward_each(self, requests: list[Request], compute: Compute, gen: int) -> list[Forwarded]:
+        """One forward a request, in a row."""
+        return [self._side.forward([request], compute, gen) for request in requests]
 
     def wait(self, requests: list[Request], gen: int) -> None:
         for request in requests:
@@ -110,18 +109,6 @@ class RemotePrefill:
 
     def close(self) -> None:
         self._side.close()
-
-
-def spec(request: Request, chunk: int, gen: int, page_size: int) -> ChunkSpec:
-    first = request.cuts[chunk - 1] if chunk else 0
-    end = request.cuts[chunk]
-    return ChunkSpec(
-        room=request.number,
-        gen=gen,
-        start_token=first * page_size,
-        pages=np.ascontiguousarray(request.source[first:end]),
-        last=chunk == len(request.cuts) - 1,
-    )
 
 
 def _run_counted(layers: int, compute: Compute, forward: ForwardPass) -> int:
