@@ -190,7 +190,8 @@ class PrefillRoom:
         return [b for b in self.sender.page_buffers if not (b.hooked and b.layer in layers)]
 
     def hand_over(self, chunk: Chunk, kind: str, buffers: Sequence[LayerBuffer], group: Group) -> None:
-        """Give the blocks of these source buffers to every destination's lane."""
+        """Give the blocks of these source buffers to every destination's lane. Raises what failed the room, if that
+        happened here: its coroutine is not cancelled from within itself."""
         for destination in list(self.destinations.values()):
             if not destination.dummy:
                 plan = destination.plans[chunk.key.start_token]
@@ -199,13 +200,19 @@ class PrefillRoom:
                 layers = tuple(sorted({pair.src.layer for pair in pairs}))
                 span = self._span(chunk, kind, layers, len(blocks), blocks.nbytes, group)
                 destination.post(self, chunk, blocks, span, pairs, plan.positions)
+        self._check_alive()
 
     def hand_over_aux(self, chunk: Chunk, group: Group) -> None:
-        """Aux slot and state rows: once, with the last chunk (A14)."""
+        """Aux slot and state rows: once, with the last chunk (A14). Raises like `hand_over`."""
         for destination in list(self.destinations.values()):
             for pairs, blocks, runs in destination.aux_blocks(chunk.data):
                 span = self._span(chunk, "aux", (), len(blocks), blocks.nbytes, group)
                 destination.post(self, chunk, blocks, span, pairs, runs)
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self.outcome.error is not None:
+            raise self.outcome.error
 
     def _span(self, chunk: Chunk, kind: str, layers: tuple[int, ...], blocks: int, nbytes: int, group: Group) -> Span:
         span = Span(chunk.key.start_token, layers, kind, nbytes, blocks)

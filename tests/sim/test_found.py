@@ -11,6 +11,7 @@ import numpy as np
 from orchestrator.chunk import ChunkSpec
 from orchestrator.config import Config
 from orchestrator.decode import Decode, RoomHandle
+from orchestrator.engines.faulty import Fault, FaultyEngine
 from orchestrator.node import Node
 from orchestrator.prefill import Prefill
 from orchestrator.testing.cluster import Cluster
@@ -117,3 +118,23 @@ async def test_a_session_that_an_earlier_process_had_is_left_by_itself() -> None
         refused = await asyncio.wait_for(scene.expect(decode, 2), 10.0)
         assert not refused.ok
         assert await ended(scene.expect(decode, 3))
+
+
+async def test_a_refusal_within_a_hand_over_leaves_no_task_behind() -> None:
+    """Seed 2058: the room failed from inside its chunk's own coroutine, which then waited for a next group for ever."""
+    async with Cluster(
+        prefills=[Pool(seed=1)],
+        decodes=[Pool()],
+        config=CONFIG,
+        wrap=lambda engine: FaultyEngine(engine, Fault(refuse=True)),
+    ) as cluster:
+        handle = cluster.decode().expect(7, 1, cluster.addresses, np.array([5]), total_tokens=4, aux_slot=2)
+        forward = cluster.prefill().begin_forward([ChunkSpec(room=7, gen=1, pages=[3], last=True, aux_slot=1)])
+        forward.layer_end(0)
+        forward.layer_end(1)  # a group of two
+        assert not await ended(handle)
+        sender = cluster.prefill_nodes[0].sender
+        assert sender is not None
+        await until(lambda: cluster.balanced() == [])
+        await until(lambda: not sender._tasks)
+        forward.end()
