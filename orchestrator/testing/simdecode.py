@@ -165,6 +165,10 @@ class DecodeWorker:
         except UnknownRoomError:
             return
 
+    def stop_waiting(self) -> None:
+        """Forget the requests that still wait for units."""
+        self._waiting.clear()
+
     def abort_all(self) -> None:
         for job in list(self.jobs):
             if not job.ended:

@@ -287,6 +287,10 @@ class PrefillWorker:
         self.world.record(self.life.name, "aborts room", plan.key)
         self.face.abort(plan.room, plan.gen, reason)
 
+    def stop_waiting(self) -> None:
+        """Forget the requests that still wait for units."""
+        self._waiting.clear()
+
     def abort_all(self) -> None:
         for job in list(self.jobs):
             if job.known and job.outcome is not None and not job.outcome.status.ended:

@@ -100,7 +100,7 @@ def simulate(workload: Workload, plant: Callable[[], AbstractContextManager[obje
                 run.world.oracle.violate("hang: deadlock", str(exc))
             except BudgetError as exc:
                 run.world.oracle.violate("hang: no end", str(exc))
-        for text in [*loop.unhandled, *errors]:
+        for text in [*loop.failures(), *errors]:
             run.world.oracle.violate("unhandled", text)
         return run.result(time.perf_counter() - begin)
     finally:
@@ -274,6 +274,7 @@ class Simulation:
         for host in world.hosts:
             if host.life is not None:
                 host.life.go_on()
+            self._tell(host, "stop_waiting")
             self._restart(host)
 
     # -- judgement ---------------------------------------------------------------------------------------------------

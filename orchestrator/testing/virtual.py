@@ -245,6 +245,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
             lines += reporter()
         return lines
 
+    def failures(self) -> list[str]:
+        """What reached the exception handler, and tasks that died of something that nobody asked for."""
+        died = [
+            f"{domain.name}: {task.get_name()} died: {task.exception()!r}"
+            for domain in self._domains
+            for task in domain.tasks
+            if task.done() and not task.cancelled() and cast(Any, task)._log_traceback
+        ]
+        return [*self.unhandled, *died]
+
     def _report(self, what: str) -> str:
         held = [domain.name for domain in self._domains if domain.held]
         head = f"{what} (virtual time {self._now - START:.3f} s, {self.steps} steps"
