@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -26,15 +27,24 @@ from protocols.messages import Hello
 Starter = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
-class _Contact:
-    __slots__ = ("attempt", "breaker", "hello", "made", "pairs")
+ATTEMPTS_PER_ORIGIN = 16
+"""First contacts under way for one key or address. Each may hold a thread for a minute, and goes to wherever a peer
+says its engine is; others of the same origin wait for their turn, those of other origins do not."""
 
-    def __init__(self, hello: Hello, pairs: Sequence[Pair], breaker: Breaker) -> None:
+
+class _Contact:
+    __slots__ = ("attempt", "breaker", "gone", "hello", "made", "pairs", "task", "turn")
+
+    def __init__(self, hello: Hello, pairs: Sequence[Pair], breaker: Breaker, turn: asyncio.Semaphore) -> None:
         self.hello = hello
         self.pairs = pairs
         self.breaker = breaker
+        self.turn = turn
         self.made = False
+        self.gone = False
+        """Another session took its place, or the peer left."""
         self.attempt: asyncio.Future[KvferryError | None] | None = None
+        self.task: asyncio.Task[None] | None = None
 
 
 class Contacts:
@@ -58,16 +68,30 @@ class Contacts:
         self._kick = kick
         self._scratch = next(iter(layout.unit_buffers("scratch")), None)
         self._peers: dict[Incarnation, _Contact] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By origin."""
 
-    def add(self, peer: Incarnation, hello: Hello, pairs: Sequence[Pair]) -> None:
+    def add(self, peer: Incarnation, hello: Hello, pairs: Sequence[Pair], origin: str = "") -> None:
         """A peer said Hello, or rolled its engine over: contact the session it names now."""
         known = self._peers.get(peer)
+        self.remove(peer)
         breaker = known.breaker if known is not None else Breaker(random.Random(self._rng.random()))
-        contact = self._peers[peer] = _Contact(hello, pairs, breaker)
+        turn = self._turns.get(origin)
+        if turn is None:
+            turn = self._turns[origin] = asyncio.Semaphore(ATTEMPTS_PER_ORIGIN)
+        contact = self._peers[peer] = _Contact(hello, pairs, breaker, turn)
         self._attempt(contact)
 
     def remove(self, peer: Incarnation) -> None:
-        self._peers.pop(peer, None)
+        """The peer is gone, or this session of it: an attempt that waits for its turn has no reason any more."""
+        contact = self._peers.pop(peer, None)
+        if contact is None:
+            return
+        contact.gone = True
+        if contact.attempt is not None and not contact.attempt.done():
+            contact.attempt.set_result(BrokenPeerError("the peer is gone", peer=peer.hex()[:8]))
+        if contact.task is not None:
+            contact.task.cancel()
 
     def pairs(self, peer: Incarnation) -> Sequence[Pair]:
         """The buffer pairs settled at Hello. Raises BrokenPeerError for a peer that is gone."""
@@ -112,17 +136,14 @@ class Contacts:
     def _attempt(self, contact: _Contact) -> asyncio.Future[KvferryError | None]:
         attempt: asyncio.Future[KvferryError | None] = asyncio.get_running_loop().create_future()
         contact.attempt = attempt
-        self._start(self._connect(contact, attempt))
+        contact.task = self._start(self._connect(contact, attempt))
         return attempt
 
     async def _connect(self, contact: _Contact, attempt: asyncio.Future[KvferryError | None]) -> None:
         error: KvferryError | None = BrokenPeerError("first contact was cancelled")
         try:
-            probe = self._probe(contact.hello.layout)
-            session = Session(contact.hello.session)
-            await self._engine.connect(session, probe, self._config.connect_timeout_s)
-            if contact.made and probe is not None:  # the breaker's probe: contact alone proves nothing about writes
-                await self._write(session, probe)
+            async with contact.turn:
+                await self._reach(contact)
             contact.made, error = True, None
             contact.breaker.succeeded()
         except KvferryError as exc:
@@ -131,10 +152,18 @@ class Contacts:
             error = BrokenPeerError(f"first contact failed: {type(exc).__name__}: {exc}")
         finally:
             contact.attempt = None
-            if error is not None:
+            if error is not None and not contact.gone:
                 contact.breaker.failed(self._clock.now())
             if not attempt.done():
                 attempt.set_result(error)
+
+    async def _reach(self, contact: _Contact) -> None:
+        """Raises BrokenPeerError."""
+        probe = self._probe(contact.hello.layout)
+        session = Session(contact.hello.session)
+        await self._engine.connect(session, probe, self._config.connect_timeout_s)
+        if contact.made and probe is not None:  # the breaker's probe: contact alone proves nothing about writes
+            await self._write(session, probe)
 
     async def _write(self, session: Session, probe: Probe) -> None:
         """One byte into the peer's scratch buffer. Raises BrokenPeerError."""

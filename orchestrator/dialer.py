@@ -19,8 +19,19 @@ from protocols.codec import decode, decode_envelope
 from protocols.errors import BrokenPeerError, KvferryError, MalformedFrameError, RefusedError
 from protocols.ids import Incarnation
 from protocols.layout import Layout, pair_layouts
-from protocols.messages import PROTOCOL_VERSION, AnyMessage, Envelope, Hello, Refused, Welcome, WrongIncarnation
+from protocols.messages import (
+    HEARD_BY_DECODE,
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Envelope,
+    Hello,
+    Refused,
+    Welcome,
+    WrongIncarnation,
+)
 
+MAX_FACTS, MAX_FACT = 16, 500
+"""Fields, and characters of each, that are taken over from a Refused."""
 FIRST_HELLO_S = 0.1
 LAST_HELLO_S = 1.0
 
@@ -159,7 +170,7 @@ class Dialer:
         if dial is None:
             return
         try:
-            envelope = decode_envelope(frame)
+            envelope = decode_envelope(frame, HEARD_BY_DECODE)
         except MalformedFrameError:
             self._count_bad_frame(dial.link)
             return
@@ -176,6 +187,7 @@ class Dialer:
 
     def _count_bad_frame(self, link: Link) -> None:
         self.bad_frames += 1
+        self._owner.counters["bad_frames"] += 1
         if link.up:
             link.count_bad_frame()
 
@@ -191,7 +203,7 @@ class Dialer:
             what = exc.what
             if isinstance(exc, MalformedFrameError):
                 what = f"the peer is no prefill worker of this version: {what}"
-            self._fail(address, RefusedError(what, hint=exc.hint, address=address, **exc.data))
+            self._fail(address, RefusedError(what, hint=exc.hint, **{**exc.data, "address": address}))
 
     def _greet(self, address: str, dial: _Dial, src: Incarnation, message: AnyMessage) -> None:
         link = dial.link
@@ -216,7 +228,7 @@ class Dialer:
                 if link.up:  # it forgot us: what it holds of ours is over
                     self._owner.peer_gone(link, f"the prefill worker refused us: {message.reason}")
                     return
-                raise RefusedError(f"the prefill worker refused us: {message.reason}", **message.fields)
+                raise RefusedError(f"the prefill worker refused us: {message.reason}", **_facts(message.fields))
             case WrongIncarnation():
                 return
             case _:
@@ -258,3 +270,9 @@ class Dialer:
     async def close(self) -> None:
         for address in list(self._dials):
             self._fail(address, BrokenPeerError("the decode worker is shutting down", address=address))
+
+
+def _facts(fields: dict[str, str]) -> dict[str, str]:
+    """What a peer says differs, as data of an error: some of it, and nothing that an error takes for its own."""
+    named = [(name, text[:MAX_FACT]) for name, text in fields.items() if name not in ("self", "what", "hint")]
+    return dict(named[:MAX_FACTS])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import msgspec
 
 from orchestrator.clock import Clock, Timer
 from orchestrator.config import Config
-from orchestrator.wire import Wire
+from orchestrator.wire import Origin, Wire
 from protocols.channel import Channel
 from protocols.codec import decode, encode, room_named_by
 from protocols.errors import BrokenPeerError, MalformedFrameError
@@ -26,6 +27,10 @@ from protocols.messages import UNSEQUENCED, AnyMessage, Envelope, Hello, Ping, P
 
 class LinkOwner(Protocol):
     """Who is told what a link hears: the sender or the receiver."""
+
+    counters: Counter[str]
+    unheard: frozenset[str]
+    """Types of messages that the peer may not send to this side: counted, not decoded."""
 
     def on_message(self, link: Link, message: AnyMessage) -> None:
         """A message to act on: sequenced ones exactly once and in order."""
@@ -62,8 +67,12 @@ class Link:
         self.peer = peer
         self.address = ""
         """Where it was dialled to (decode side)."""
+        self.origin = Origin()
+        """Where it came from (prefill side)."""
         self.hello: Hello | None = None
         """What the peer said of itself."""
+        self.proven = False
+        """A room of this peer was here."""
         self.up = False
         """Hello and Welcome were exchanged; messages may be posted."""
         self.silent = False
@@ -74,9 +83,10 @@ class Link:
         self._clock = clock
         self._config = config
         self._call_soon = call_soon
-        self._channel = Channel(rng)
+        self._channel = Channel(rng, owner.counters)
         self._open: dict[RoomKey, float] = {}
-        self._last_heard = clock.now()
+        self._watched = False
+        self.last_heard = clock.now()
         self._pings = 0
         self._flush_scheduled = False
         self._resend: Timer | None = None
@@ -133,6 +143,11 @@ class Link:
             self._resend = self._clock.call_later(max(0.0, due - self._clock.now()), self._flush)
 
     @property
+    def account(self) -> str:
+        """By what this peer's share of our tables is counted: its key, its address, or itself."""
+        return self.origin.name or self.peer.hex()
+
+    @property
     def unacked(self) -> int:
         return self._channel.unacked
 
@@ -147,28 +162,43 @@ class Link:
         """Take a frame whose envelope was decoded and is meant for us. Never raises."""
         if self.closed:
             return
-        self._last_heard = self._clock.now()
+        self.last_heard = self._clock.now()
         self.silent = False
         self._channel.acked(envelope.ack)
-        message: AnyMessage | None = None
+        if envelope.seq and not self._channel.wants(envelope.seq, len(frame)):
+            self._flush_soon()  # it has not heard the acknowledgement
+            return
+        message = self._decode(envelope, frame)
+        if self.closed:
+            return  # one bad frame too many
+        if envelope.seq:
+            for ready in self._channel.receive(envelope.seq, message, len(frame)):
+                self._owner.on_message(self, ready)
+                if self.closed:
+                    return
+            self._flush_soon()
+        elif isinstance(message, Ping):
+            self.send(Pong(number=message.number, rooms=len(self._open), oldest_ms=self._oldest_ms()))
+        elif message is not None and not isinstance(message, Pong):
+            self._owner.on_message(self, message)
+
+    def _decode(self, envelope: Envelope, frame: bytes) -> AnyMessage | None:
+        """The message, or None for what is counted as bad; then any room it names fails."""
+        if envelope.type in self._owner.unheard:
+            self._owner.counters["unexpected_messages"] += 1
+            self.count_bad_frame()
+            return None
         try:
             message = decode(frame)
             if isinstance(message, UNSEQUENCED) != (envelope.seq == 0):
-                message = None
                 raise MalformedFrameError("sequenced where it must not be, or the reverse", type=envelope.type)
         except MalformedFrameError as exc:
             key = room_named_by(frame)
             if key is not None:
                 self._owner.on_bad_body(self, key, exc)
             self.count_bad_frame()
-        if envelope.seq:
-            for ready in self._channel.receive(envelope.seq, message):
-                self._owner.on_message(self, ready)
-            self._flush_soon()
-        elif isinstance(message, Ping):
-            self.send(Pong(number=message.number, rooms=len(self._open), oldest_ms=self._oldest_ms()))
-        elif message is not None and not isinstance(message, Pong):
-            self._owner.on_message(self, message)
+            return None
+        return message
 
     def count_bad_frame(self) -> None:
         """The peer sent a frame that does not decode, or that says what it may not say now; too many end it."""
@@ -181,16 +211,35 @@ class Link:
     def open_room(self, key: RoomKey) -> None:
         """A room depends on this peer: ping it until the room is closed."""
         now = self._clock.now()
-        if not self._open:  # silence is counted from here, also for a peer that was silent before
-            self._last_heard = now
+        if not self._needed:  # silence is counted from here, also for a peer that was silent before
+            self.last_heard = now
             self.silent = False
         self._open[key] = now
-        if self._heartbeat is None and not self.closed:
-            self._heartbeat = self._clock.call_later(self._config.ping_interval_s, self._beat)
+        self.proven = True
+        self._keep_beating()
 
     def close_room(self, key: RoomKey) -> None:
         self._open.pop(key, None)
-        if not self._open and self._heartbeat is not None:
+        self._stop_beating()
+
+    def watch(self, *, on: bool) -> None:
+        """Ping the peer also without a room: somebody waits for its word, or for the news that it is gone."""
+        self._watched = on
+        if on:
+            self._keep_beating()
+        else:
+            self._stop_beating()
+
+    @property
+    def _needed(self) -> bool:
+        return bool(self._open) or self._watched
+
+    def _keep_beating(self) -> None:
+        if self._heartbeat is None and not self.closed:
+            self._heartbeat = self._clock.call_later(self._config.ping_interval_s, self._beat)
+
+    def _stop_beating(self) -> None:
+        if not self._needed and self._heartbeat is not None:
             self._heartbeat.cancel()
             self._heartbeat = None
 
@@ -200,17 +249,17 @@ class Link:
 
     def _beat(self) -> None:
         self._heartbeat = None
-        if self.closed or not self._open:
+        if self.closed or not self._needed:
             return
-        silence = self._clock.now() - self._last_heard
+        silence = self._clock.now() - self.last_heard
         if silence >= self._config.silence_s and not self.silent:
             self.silent = True
             self._owner.on_silent(self)
         if self.up:
             self._pings += 1
             self.send(Ping(number=self._pings, rooms=len(self._open), oldest_ms=self._oldest_ms()))
-        if self._open and not self.closed:
-            self._heartbeat = self._clock.call_later(self._config.ping_interval_s, self._beat)
+        if self._needed:
+            self._keep_beating()
 
     def _oldest_ms(self) -> int:
         return int((self._clock.now() - min(self._open.values())) * 1000) if self._open else 0

@@ -23,11 +23,28 @@ from orchestrator.outcome import Outcome
 from orchestrator.registry import Registry, Verdict
 from orchestrator.rollover import EngineRollover, MakeEngine
 from orchestrator.wire import ControlNetwork
-from protocols.errors import AbortedError, BrokenPeerError, BusyError, KvferryError, MalformedFrameError, TransferError
+from protocols.errors import (
+    AbortedError,
+    BrokenPeerError,
+    BusyError,
+    KvferryError,
+    MalformedFrameError,
+    RemoteError,
+    TransferError,
+)
 from protocols.ids import Incarnation, RoomKey, Session
 from protocols.layout import Layout
 from protocols.leases import LeaseBook, UnitState
-from protocols.messages import Abort, AbortAck, AnyMessage, Bye, Done, RolloverAck
+from protocols.messages import (
+    HEARD_BY_DECODE,
+    HEARD_BY_PREFILL,
+    Abort,
+    AbortAck,
+    AnyMessage,
+    Bye,
+    Done,
+    RolloverAck,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,7 @@ class Receiver:
         self.loop = loop
         self.log = RateLimited("kvferry.decode", clock.now, config.log_burst)
         self.counters: Counter[str] = Counter()
+        self.unheard = HEARD_BY_PREFILL - HEARD_BY_DECODE
         self.rooms: Registry[DecodeRoom] = Registry(clock, config.tombstone_s)
         self.book = LeaseBook(
             {"page": layout.num_pages, "aux": layout.units_of("aux"), "state": layout.units_of("state")}
@@ -224,10 +242,14 @@ class Receiver:
         try:
             self._handle(link, message)
         except Exception as exc:
-            self.counters["handler_errors"] += 1
+            remote = isinstance(exc, RemoteError)
+            self.counters["bad_messages" if remote else "handler_errors"] += 1
             self.log.warning("handler", "%s could not be handled: %r", type(message).__name__, exc)
             key = RoomKey(getattr(message, "room", -1), getattr(message, "gen", -1))
-            self.abort(key, TransferError(f"a message of the prefill could not be handled: {exc}"))
+            if key in link.rooms:
+                self.abort(key, TransferError(f"a message of the prefill could not be handled: {exc}"))
+            if remote:
+                link.count_bad_frame()
 
     def _handle(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Bye):

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from orchestrator.contacts import Contacts
+from orchestrator.guests import Guests, check_session
 from orchestrator.hello import make_hello
 from orchestrator.link import Link, flushed
-from orchestrator.wire import ControlNetwork, Listener
+from orchestrator.wire import ControlNetwork, Listener, Origin
 from protocols.codec import decode, decode_envelope, encode
 from protocols.errors import MalformedFrameError, RefusedError
 from protocols.ids import Incarnation
 from protocols.layout import pair_layouts
 from protocols.messages import (
+    HEARD_BY_PREFILL,
     PROTOCOL_VERSION,
     Bye,
     Envelope,
@@ -31,8 +33,6 @@ from protocols.messages import (
 
 if TYPE_CHECKING:
     from orchestrator.sender import Sender
-
-MAX_SESSIONS = 4096
 
 
 class Reception:
@@ -49,8 +49,7 @@ class Reception:
         self._rng = rng
         self._counters = sender.counters
         self._log = sender.log
-        self._sessions: dict[str, Incarnation] = {}
-        """Which incarnation used an engine session first; bounded, the oldest is forgotten."""
+        self.guests = Guests(sender.config, sender.clock, sender.counters)
         self._listener: Listener | None = None
 
     def listen(self, bind: str) -> str:
@@ -75,13 +74,19 @@ class Reception:
         """The peer's incarnation is gone."""
         self.links.pop(link.peer, None)
         self._contacts.remove(link.peer)
+        self._sender.sessions.forget(link)
+        self.guests.release(link)
         link.close()
 
     def on_frame(self, identity: bytes, frame: bytes) -> None:
         """A frame from the control endpoint. Never raises for what a peer sends (C7)."""
+        assert self._listener is not None, "frames come from the listener"
         link = self.links.get(Incarnation(identity))
+        if self.guests.is_foreign(Incarnation(identity), self._listener.origin, link):
+            self._log.warning("foreign", "a frame for the incarnation of another key was dropped")
+            return  # without an answer: by now the identity may lead to its true owner again
         try:
-            envelope = decode_envelope(frame)
+            envelope = decode_envelope(frame, HEARD_BY_PREFILL)
             if envelope.src != identity:
                 raise MalformedFrameError("the sender is not who it says", src=envelope.src.hex())
         except MalformedFrameError as exc:
@@ -109,6 +114,8 @@ class Reception:
     def _on_hello(self, envelope: Envelope, frame: bytes) -> None:
         peer = Incarnation(envelope.src)
         known = self.links.get(peer)
+        assert self._listener is not None, "frames come from the listener"
+        origin = self._listener.origin
         try:
             if envelope.v != PROTOCOL_VERSION:
                 raise RefusedError("another protocol version", protocol=f"{PROTOCOL_VERSION} != {envelope.v}")
@@ -121,7 +128,10 @@ class Reception:
                 )
             if hello.role != "decode":
                 raise RefusedError("a prefill serves decode workers only", role=hello.role)
+            check_session(hello.session, origin)
             pairs = pair_layouts(self._sender.layout, hello.layout)
+            if known is None:
+                self._make_place(hello, peer, origin)
         except (RefusedError, MalformedFrameError) as exc:
             self._counters["hello_refused"] += 1
             self._log.warning("refused", "a peer was refused: %s", exc)
@@ -135,15 +145,15 @@ class Reception:
             self._sender.peer_gone(known, "the decode worker dialled anew")
             known = None
         if known is None:
-            self._forget_older(hello, peer)
-            known = self._new_link(hello, peer)
-            self._contacts.add(peer, hello, pairs)
+            known = self._new_link(hello, peer, origin)
+            if self.guests.claim(hello.session, peer, origin):
+                self._contacts.add(peer, hello, pairs, origin.name)
         sender = self._sender
         known.send(make_hello(sender.layout, sender.engine, sender.config, "prefill"))
-        known.send(Welcome(chosen=PROTOCOL_VERSION, session_reused=self._session_owner(hello.session, peer) != peer))
+        known.send(Welcome(chosen=PROTOCOL_VERSION, session_reused=not self.guests.owns_session_of(known)))
         known.welcome()
 
-    def _new_link(self, hello: Hello, peer: Incarnation) -> Link:
+    def _new_link(self, hello: Hello, peer: Incarnation, origin: Origin) -> Link:
         assert self._listener is not None, "frames come from the listener"
         sender = self._sender
         link = Link(
@@ -156,19 +166,21 @@ class Reception:
             sender.config,
             sender.loop.call_soon,
         )
-        link.hello = hello
+        link.hello, link.origin = hello, origin
         self.links[peer] = link
         return link
 
-    def _session_owner(self, session: str, peer: Incarnation) -> Incarnation:
-        """The incarnation that used this engine session first. Ports are random in about 2,000, so names repeat."""
-        owner = self._sessions.setdefault(session, peer)
-        if len(self._sessions) > MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
-        return owner
+    def _make_place(self, hello: Hello, peer: Incarnation, origin: Origin) -> None:
+        """For a new link: the older incarnation of the same rank is gone, and so is who was silent longest if there
+        are too many. Raises RefusedError."""
+        self._forget_older(hello, origin)
+        leaving = self.guests.who_makes_place(origin, self.links)
+        if leaving is not None:
+            self._sender.peer_gone(leaving, "it made place for another decode worker")
+        self.guests.note(peer, origin)
 
-    def _forget_older(self, hello: Hello, peer: Incarnation) -> None:
-        """A newer incarnation of the same rank: the older one is gone."""
-        for link in list(self.links.values()):
-            if hello.name and link.hello is not None and link.hello.name == hello.name and link.peer != peer:
+    def _forget_older(self, hello: Hello, origin: Origin) -> None:
+        """A newer incarnation of the same rank, with the same key: the older one is gone."""
+        for link in list(self.links.values()) if hello.name else ():
+            if link.hello is not None and link.hello.name == hello.name and link.origin.key == origin.key:
                 self._sender.peer_gone(link, "the decode worker was restarted")

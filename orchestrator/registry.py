@@ -14,6 +14,7 @@ from orchestrator.outcome import Outcome
 from protocols.errors import BusyError, UnknownRoomError
 from protocols.ids import RoomKey
 from protocols.messages import AbortAck, Units
+from protocols.shares import Shares
 from protocols.tombstones import Tombstones
 
 
@@ -43,8 +44,11 @@ class Verdict:
 class Registry(Generic[R]):
     """Loop thread only, but for `open`, `find` and `outcome`."""
 
-    def __init__(self, clock: Clock, tombstone_s: float) -> None:
+    def __init__(self, clock: Clock, tombstone_s: float, max_foreign: int = 1 << 16) -> None:
+        """``max_foreign``: verdicts kept of rooms that only peers named."""
         self._clock = clock
+        self._foreign: Shares[RoomKey] = Shares(max_foreign)
+        """Ended rooms that this side's embedder never named, by the peer that did."""
         self._live: dict[RoomKey, R] = {}
         self._generations: dict[int, RoomKey] = {}
         """The newest live generation of each room id."""
@@ -93,14 +97,19 @@ class Registry(Generic[R]):
         if newest is None or newest.gen < room.key.gen:
             self._generations[room.key.room] = room.key
 
-    def end(self, key: RoomKey, verdict: Verdict, *, in_doubt: bool = False) -> None:
-        """The room ended: only its verdict stays."""
+    def end(self, key: RoomKey, verdict: Verdict, *, in_doubt: bool = False, named_by: str = "") -> None:
+        """The room ended: only its verdict stays. ``named_by``: the peer that alone ever named it; of such rooms the
+        number remembered is bounded."""
         self._live.pop(key, None)
         if self._generations.get(key.room) == key:
             del self._generations[key.room]
         self._stones.add(key, verdict, self._clock.now(), in_doubt=in_doubt)
         with self._lock:
             self._outcomes[key] = verdict.outcome
+        self._foreign.remove(key)
+        for gone in self._foreign.add(named_by, key) if named_by else ():
+            if self._stones.discard(gone):
+                self._forget(gone)
         self.forget_expired()
 
     def settle(self, key: RoomKey, peer: bytes) -> None:
@@ -118,8 +127,12 @@ class Registry(Generic[R]):
     def forget_expired(self) -> None:
         """Drop outcomes whose tombstone has expired."""
         for key in self._stones.take_expired(self._clock.now()):
-            with self._lock:
-                self._outcomes.pop(key, None)
+            self._foreign.remove(key)
+            self._forget(key)
+
+    def _forget(self, key: RoomKey) -> None:
+        with self._lock:
+            self._outcomes.pop(key, None)
 
     @property
     def remembered(self) -> int:

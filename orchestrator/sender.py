@@ -21,6 +21,7 @@ from orchestrator.cuda_events import Event, EventSource, EventWatcher
 from orchestrator.destination import Destination
 from orchestrator.engines.base import Engine
 from orchestrator.forward import ForwardPass
+from orchestrator.kept import KeptOffers
 from orchestrator.link import Link, wait_until
 from orchestrator.log import RateLimited
 from orchestrator.planner import GroupPlanner
@@ -35,11 +36,14 @@ from protocols.errors import (
     BrokenPeerError,
     KvferryError,
     MalformedFrameError,
+    RemoteError,
     TransferError,
 )
 from protocols.ids import Incarnation, RoomKey
 from protocols.layout import LayerBuffer, Layout
 from protocols.messages import (
+    HEARD_BY_DECODE,
+    HEARD_BY_PREFILL,
     Abort,
     AbortAck,
     AnyMessage,
@@ -49,6 +53,9 @@ from protocols.messages import (
     Rollover,
 )
 from protocols.pins import PinBook
+
+MAX_OWED = 4096
+"""Answers to what only a peer named (rooms unknown, over or refused) that may wait for its acknowledgement."""
 
 
 class Sender:
@@ -76,7 +83,9 @@ class Sender:
         self.loop = loop
         self.log = RateLimited("kvferry.prefill", clock.now, config.log_burst)
         self.counters: Counter[str] = Counter()
-        self.rooms: Registry[PrefillRoom] = Registry(clock, config.tombstone_s)
+        self.unheard = HEARD_BY_DECODE - HEARD_BY_PREFILL
+        self.rooms: Registry[PrefillRoom] = Registry(clock, config.tombstone_s, config.max_peer_tombstones)
+        self.kept = KeptOffers(config, self.rooms)
         self.page_buffers = layout.unit_buffers("page")
         self.hooked_buffers: dict[int, list[LayerBuffer]] = {}
         for buffer in self.page_buffers:
@@ -145,6 +154,8 @@ class Sender:
                     continue
                 room = self.rooms.live(key) or self._new_room(key)
                 chunk = room.register(data) if room is not None else None
+                if room is not None:
+                    self.kept.release(room)
                 if chunk is not None and chunk.attach(forward):
                     forward.chunks.append(chunk)
             except Exception as exc:  # a set-up error never reaches the scheduler, nor the pass's other chunks (A10)
@@ -163,14 +174,14 @@ class Sender:
         if room is not None:
             room.fail(error)
 
-    def _is_current(self, key: RoomKey) -> bool:
+    def _is_current(self, key: RoomKey, named_by: str = "") -> bool:
         """A higher generation ends a live lower one; a lower one is stale and fails at once."""
         newest = self.rooms.newest(key.room)
         if newest is None or newest.gen == key.gen:
             return True
         if newest.gen > key.gen:
             if self.rooms.live(key) is None and self.rooms.verdict(key) is None:
-                self._bury(key, TransferError("a newer generation of this room is live", newer=newest.gen))
+                self._bury(key, TransferError("a newer generation of this room is live", newer=newest.gen), named_by)
             return False
         older = self.rooms.live(newest)
         if older is not None:
@@ -191,11 +202,11 @@ class Sender:
             return None
         return room
 
-    def _bury(self, key: RoomKey, error: TransferError) -> None:
+    def _bury(self, key: RoomKey, error: TransferError, named_by: str = "") -> None:
         """End a room that never was here: a tombstone, and pages that nobody reads."""
         outcome = self.rooms.open(key)
         outcome.fail(error)
-        self.rooms.end(key, Verdict(outcome, {}))
+        self.rooms.end(key, Verdict(outcome, {}), named_by=named_by)
         outcome.free_units()
 
     def room_ended(self, room: PrefillRoom) -> None:
@@ -204,7 +215,9 @@ class Sender:
         doubtful = any(destination.in_doubt for destination in room.destinations.values())
         self.sessions.note_doubt(room)
         self.pins.unpin(room.key)
-        self.rooms.end(room.key, Verdict(room.outcome, acks), in_doubt=doubtful)
+        self.kept.release(room)
+        named_by = "" if room.chunks else next((d.link.account for d in room.destinations.values()), "")
+        self.rooms.end(room.key, Verdict(room.outcome, acks), in_doubt=doubtful, named_by=named_by)
         result = room.outcome.result
         if room.outcome.failed:
             self.counters["rooms_failed"] += 1
@@ -238,6 +251,10 @@ class Sender:
                     self.peer_gone(link, "the decode worker said goodbye")
                 case _:
                     self.counters["unexpected_messages"] += 1
+        except RemoteError as exc:
+            self.counters["bad_messages"] += 1
+            self.log.warning("bad_message", "a %s was dropped: %s", type(message).__name__, exc)
+            link.count_bad_frame()
         except Exception as exc:
             self.counters["handler_errors"] += 1
             self.log.warning("handler", "%s could not be handled: %r", type(message).__name__, exc)
@@ -276,7 +293,11 @@ class Sender:
         if offer.session != link.hello.session:
             self._turn_away(link, key, "the offer names another session than Hello did")
             return
-        if not self._is_current(key):
+        if not self.reception.guests.owns(offer.session, link.peer):
+            self.counters["foreign_sessions"] += 1
+            self._turn_away(link, key, "another decode worker had this session first: take another")
+            return
+        if not self._is_current(key, link.account):
             self._turn_away(link, key, "a newer generation of this room is live")
             return
         room = self.rooms.live(key)
@@ -290,7 +311,6 @@ class Sender:
             self._turn_away(link, key, "the room has all its destinations")
             return
         if room is None:
-            self._make_place()
             room = self._new_room(key)
         if room is None or room.outcome.failed:
             reason = str(self.rooms.open(key).error or "the room has failed")
@@ -301,18 +321,13 @@ class Sender:
                 link, offer, link.hello.layout, self._contacts.pairs(link.peer), self.layout.page_size
             )
             room.add_destination(destination, offer.destinations)
+            self.kept.keep(room, destination)
         except KvferryError as exc:
             self._turn_away(link, key, str(exc))
             room.fail(as_transfer_error(exc, peer=link.peer.hex()[:8]))
             return
         if not destination.dummy:
             self._start(self._connect(room, destination))
-
-    def _make_place(self) -> None:
-        """Bound the kept offers: the oldest room that nobody registered falls out, and its offerer is told."""
-        kept = [room for room in self.rooms if not room.chunks and not room.outcome.status.ended]
-        if len(kept) >= self.config.max_kept_offers:
-            kept[0].fail(TransferError("too many offers are waiting for their prefill", kept=len(kept)))
 
     async def _connect(self, room: PrefillRoom, destination: Destination) -> None:
         """First contact with the destination's engine, off the loop; shared by all rooms of the peer."""
@@ -335,8 +350,15 @@ class Sender:
 
     def _turn_away(self, link: Link, key: RoomKey, reason: str) -> None:
         """Tell the offerer that its room ended here, and what of it is not quiet (nothing, unless remembered)."""
-        link.post(Abort(room=key.room, gen=key.gen, origin="prefill", reason=reason[:4000]))
-        link.post(self._ack(link, key))
+        abort = Abort(room=key.room, gen=key.gen, origin="prefill", reason=reason[:1000])
+        self._answer(link, abort, self._ack(link, key))
+
+    def _answer(self, link: Link, *answers: AnyMessage) -> None:
+        """Post what the peer asked for. One that asks on and on, and acknowledges nothing, is broken."""
+        if link.unacked >= MAX_OWED:
+            self.on_broken(link, BrokenPeerError("the peer asks and acknowledges nothing", unacked=link.unacked))
+        for answer in answers:
+            link.post(answer)
 
     def _ack(self, link: Link, key: RoomKey) -> AbortAck:
         verdict = self.rooms.verdict(key)
@@ -358,7 +380,7 @@ class Sender:
         """Fail the room, and acknowledge: at once when it is unknown or over, when it has drained otherwise (C2)."""
         key = RoomKey(message.room, message.gen)
         if not self._end_for(link, key, AbortedError(message.reason, origin=message.origin)):
-            link.post(self._ack(link, key))
+            self._answer(link, self._ack(link, key))
 
     def _end_for(self, link: Link, key: RoomKey, error: TransferError) -> bool:
         """End the room for a peer: the peer's own, one that may still wait for it, one never heard of. True if the
@@ -366,7 +388,7 @@ class Sender:
         room = self.rooms.live(key)
         if room is None:
             if self.rooms.verdict(key) is None:
-                self._bury(key, error)
+                self._bury(key, error, link.account)
             return False
         mine = link.peer in room.destinations
         if mine or not room.is_complete:

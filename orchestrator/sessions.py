@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from orchestrator.clock import Timer
 from orchestrator.contacts import Contacts
 from orchestrator.flow import Lane
+from orchestrator.guests import Guests, check_session
 from orchestrator.link import Link
-from protocols.errors import TransferError
+from protocols.errors import RefusedError, TransferError
 from protocols.ids import Incarnation, RoomKey, Session
 from protocols.layout import pair_layouts
 from protocols.messages import Rollover, RolloverAck
@@ -28,6 +30,12 @@ class Sessions:
         self._contacts = contacts
         self._doubtful: dict[tuple[Incarnation, Session], set[RoomKey]] = {}
         """Ended rooms with units in doubt, by the destination that can fence them."""
+        self._ending: dict[Incarnation, tuple[Session, Timer]] = {}
+        """By peer: the old session of a rollover, until its deadline. One a peer."""
+
+    @property
+    def _guests(self) -> Guests:
+        return self._sender.reception.guests
 
     def lane(self, session: Session) -> Lane:
         """The one queue and window of this session."""
@@ -55,20 +63,56 @@ class Sessions:
         with deadline 0: nothing more goes to the old session, and the peer hears when all its tasks are terminal."""
         old = Session(message.old_session)
         if message.deadline_ms:
-            assert link.hello is not None, "a link carries messages only after Hello"
-            pairs = pair_layouts(self._sender.layout, message.layout)
-            link.hello = msgspec.structs.replace(link.hello, session=message.session, layout=message.layout)
-            self._contacts.add(link.peer, link.hello, pairs)
-            self._sender.clock.call_later(message.deadline_ms / 1000, lambda: self._end(link, old))
+            self._begin(link, old, message)
             return
         self._end(link, old)
         for key in self._doubtful.pop((link.peer, old), ()):
             self._sender.rooms.settle(key, bytes(link.peer))
-        lane = self.lanes.pop(old, None)
+        # Only its own: the lane of a session that is another worker's goes on.
+        lane = self.lanes.pop(old, None) if self._guests.owns(old, link.peer) else None
         if lane is None:
             link.post(RolloverAck(session=old))
         else:
             lane.when_idle(lambda: link.post(RolloverAck(session=old)))
+
+    def _begin(self, link: Link, old: Session, message: Rollover) -> None:
+        """Raises RefusedError for a session that another worker, still here, has, and for what Hello would refuse."""
+        assert link.hello is not None, "a link carries messages only after Hello"
+        check_session(message.session, link.origin)
+        user = self._guests.user(message.session)
+        if user != link.peer and user in self._sender.reception.links:
+            raise RefusedError("the new session is another decode worker's", session=message.session)
+        pairs = pair_layouts(self._sender.layout, message.layout)
+        self._expire(link)  # at most two engines are alive: the one before is gone
+        self._guests.take_over(message.session, link.peer, link.origin)
+        link.hello = msgspec.structs.replace(link.hello, session=message.session, layout=message.layout)
+        self._contacts.add(link.peer, link.hello, pairs, link.origin.name)
+        timer = self._sender.clock.call_later(message.deadline_ms / 1000, lambda: self._expire(link))
+        self._ending[link.peer] = old, timer
+
+    def _expire(self, link: Link) -> None:
+        """The deadline of a rollover: rooms of the old session end."""
+        old, timer = self._ending.pop(link.peer, (None, None))
+        if old is not None and timer is not None:
+            timer.cancel()
+            self._end(link, old)
+
+    def forget(self, link: Link) -> None:
+        """The peer is gone: so are its timer and, once nothing is in flight, its lane."""
+        _, timer = self._ending.pop(link.peer, (None, None))
+        if timer is not None:
+            timer.cancel()
+        session = Session(link.hello.session) if link.hello is not None else None
+        lane = self.lanes.get(session) if session is not None else None
+        if session is not None and lane is not None and self._guests.owns(session, link.peer):
+            lane.when_idle(lambda: self._drop(session, lane))
+
+    def _drop(self, session: Session, lane: Lane) -> None:
+        in_use = any(
+            link.hello is not None and link.hello.session == session for link in self._sender.reception.links.values()
+        )
+        if not in_use and self.lanes.get(session) is lane and lane.idle:
+            del self.lanes[session]
 
     def _end(self, link: Link, session: Session) -> None:
         for room in self._sender.rooms:

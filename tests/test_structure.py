@@ -21,9 +21,10 @@ FLOORS: list[tuple[str, ...]] = [
     ("inbox", "outcome", "perfetto"),
     ("engines",),
     ("progress", "cuda_events", "curve", "wire", "planner"),
-    ("registry", "flow", "link", "hello", "contacts", "dialer", "reception"),
+    ("registry", "flow", "link", "guests", "hello", "contacts", "dialer", "reception"),
     ("transfer", "forward", "chunk", "destination"),
     (
+        "kept",
         "prefill_report",
         "prefill_room",
         "decode_room",

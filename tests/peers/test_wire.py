@@ -19,6 +19,7 @@ from protocols.errors import BrokenPeerError, ConfigError, RefusedError
 from protocols.ids import RoomKey
 from protocols.leases import UnitState
 from protocols.messages import (
+    MAX_BYTES_OF,
     Abort,
     AbortAck,
     Committed,
@@ -534,7 +535,8 @@ async def test_a_room_to_a_peer_that_is_still_silent_ends_in_time_too() -> None:
 
 @pytest.mark.row("C7")
 async def test_a_message_larger_than_a_frame_fails_its_room_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocols.codec.MAX_FRAME_BYTES", 8192)
+    monkeypatch.setattr("protocols.codec.SMALL_FRAME_BYTES", 8192)
+    monkeypatch.setitem(MAX_BYTES_OF, "offer", 8192)
     src, dst = Pool(seed=1, pages=4096), Pool(pages=4096)
     async with cluster(prefills=[src], decodes=[dst]) as c:
         handle = expect(c, pages=np.arange(3000), total_tokens=12_000)
