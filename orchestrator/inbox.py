@@ -49,7 +49,12 @@ class Inbox:
                 return
             self._woken = True
             self.wakes += 1
-            self._loop.call_soon_threadsafe(self._drain)
+            try:
+                self._loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:  # the loop died and nobody closed the door
+                self._closed = True
+                self._items.clear()
+                raise ClosedError("the loop has ended") from None
 
     def _run_some(self) -> None:
         for _ in range(min(len(self._items), BURST)):
