@@ -63,14 +63,13 @@ class Pacer:
             return
         self.passes += 1
         completed = 0
-        pending = False
         for source in self._sources:
             if source.pending:
                 try:
                     completed += source.poll()
                 except Exception:
                     log.exception("a source failed while it was asked; the others go on")
-                pending = pending or source.pending > 0
+        pending = any(source.pending for source in self._sources)  # also what a later source's completion began
         now = self._clock.now()
         if completed:
             self._last_progress = now
