@@ -535,11 +535,10 @@ async def test_a_room_to_a_peer_that_is_still_silent_ends_in_time_too() -> None:
 
 @pytest.mark.row("C7")
 async def test_a_message_larger_than_a_frame_fails_its_room_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocols.codec.SMALL_FRAME_BYTES", 8192)
-    monkeypatch.setitem(MAX_BYTES_OF, "offer", 8192)
-    src, dst = Pool(seed=1, pages=4096), Pool(pages=4096)
+    monkeypatch.setitem(MAX_BYTES_OF, "offer", 1 << 16)
+    src, dst = Pool(seed=1, pages=20_480, layers=1), Pool(pages=20_480, layers=1)
     async with cluster(prefills=[src], decodes=[dst]) as c:
-        handle = expect(c, pages=np.arange(3000), total_tokens=12_000)
+        handle = expect(c, pages=np.arange(20_000), total_tokens=80_000)
         error = (await asyncio.wait_for(handle, SOON)).error
         assert error is not None
         assert isinstance(error.__cause__, ConfigError)
