@@ -69,11 +69,14 @@ class EngineRollover:
     def acked(self, link: Link, session: str) -> None:
         """A peer is done with the old session, or it is gone."""
         if self._old is not None and session == self._old.session:
-            self._awaited.discard(link)
-            self._check_acked()
+            self._stop_awaiting(link)
 
     def peer_gone(self, link: Link) -> None:
+        self._stop_awaiting(link)
+
+    def _stop_awaiting(self, link: Link) -> None:
         self._awaited.discard(link)
+        link.watch(on=False)
         self._check_acked()
 
     def tell(self, link: Link, old: str) -> None:
@@ -149,6 +152,8 @@ class EngineRollover:
         self._ports = HeldPorts(receiver.loop, self._old.ports)
         receiver.fenced(self._old.session)
         self._awaited = {link for link in receiver.dialer.links.values() if link.up}
+        for link in self._awaited:  # one that ends without a word is noticed only while it is asked
+            link.watch(on=True)
         self._tell(self._old.session, 0)
         self._check_acked()
 

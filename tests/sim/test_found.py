@@ -20,8 +20,9 @@ from orchestrator.testing.pool import Pool
 from orchestrator.testing.simengine import SimEngine
 from orchestrator.testing.simfabric import SimFabric
 from protocols.codec import decode_envelope
+from protocols.machines import RolloverState
 
-CONFIG = Config(layer_group=2, connect_timeout_s=2.0)
+CONFIG = Config(layer_group=2, connect_timeout_s=2.0, ping_interval_s=0.1, silence_s=1.0)
 
 
 class Scene:
@@ -34,9 +35,17 @@ class Scene:
         self._pool = Pool(seed=1)
         self.prefill: Prefill
 
-    async def start(self) -> None:
+    async def start(self, bind: str = "tcp://127.0.0.1:0") -> None:
         node = await self._stack.enter_async_context(Node(network=self.network))
-        self.prefill = node.start_prefill(SimEngine(self.fabric, "P"), self._pool.layout, config=CONFIG)
+        self.prefill = node.start_prefill(SimEngine(self.fabric, "P"), self._pool.layout, bind, CONFIG)
+
+    async def crash_and_restart(self) -> None:
+        """The prefill's process ends without a word, and another listens on its address."""
+        listener = self.network.find(self.prefill.address)
+        assert listener is not None
+        listener.close()
+        listener.dealers.clear()
+        await self.start(self.prefill.address)
 
     async def decode(self, port: int, then: int) -> tuple[Node, Decode]:
         """A decode whose engine has ``port``, and ``then`` after a rollover."""
@@ -138,3 +147,19 @@ async def test_a_refusal_within_a_hand_over_leaves_no_task_behind() -> None:
         await until(lambda: cluster.balanced() == [])
         await until(lambda: not sender._tasks)
         forward.end()
+
+
+async def test_a_prefill_that_ends_before_its_rollover_ack_arrives() -> None:
+    """Seed 1033: with no room open nobody asked the peer, its successor was never met, and no other rollover began."""
+    async with a_scene() as scene:
+        _, decode = await scene.decode(port=1, then=2)
+        assert await ended(scene.expect(decode, 1))
+        scene.network.filter = lambda _, frame: [] if decode_envelope(frame).type == "rollover_ack" else [frame]
+        decode.roll_over()
+        receiver = decode._receiver
+        await until(lambda: receiver.rollover.machine.state is RolloverState.FENCED)
+        link = next(iter(receiver.dialer.links.values()))
+        await until(lambda: link.unacked == 0)  # all it was told has arrived; its answer is lost
+        await scene.crash_and_restart()
+        scene.network.filter = lambda direction, frame: [frame]
+        await until(lambda: receiver.rollover.machine.state is RolloverState.IDLE)
