@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from orchestrator import Config, Decode, EmbeddedLoop, RoomHandle
+from orchestrator import Config, Decode, EmbeddedLoop, Node, RoomHandle
 from orchestrator.engines.mooncake import CompletionMode, MooncakeEngine
 from protocols.blocks import Ints
 from protocols.ids import Session
@@ -50,6 +50,45 @@ class Ended:
     ok: bool
     error: str
     stamps: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """When a room was aborted and when its units were free. Monotonic seconds."""
+
+    aborted: float
+    quiet: float
+
+
+class _Storm:
+    """Rooms that are all aborted; the moments of it."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._handles: list[RoomHandle] = []
+        self._aborted: list[float] = []
+        self._quiet: dict[int, float] = {}
+        self._all_quiet = threading.Event()
+
+    def add(self, handle: RoomHandle) -> None:
+        number = len(self._handles)
+        self._handles.append(handle)
+        handle.on_units_free(lambda: self._free(number))
+
+    def _free(self, number: int) -> None:
+        """Loop thread."""
+        self._quiet[number] = time.monotonic()
+        if len(self._quiet) == self._count:
+            self._all_quiet.set()
+
+    def abort(self, number: int) -> None:
+        self._aborted.append(time.monotonic())
+        self._handles[number].abort("the benchmark's client went away")
+
+    def wait(self, timeout: float) -> list[Aborted]:
+        if not self._all_quiet.wait(timeout):
+            raise TimeoutError(f"only {len(self._quiet)} of {self._count} rooms became quiet")
+        return [Aborted(at, self._quiet[number]) for number, at in enumerate(self._aborted)]
 
 
 class DecodeSide:
@@ -109,46 +148,31 @@ class DecodeSide:
     def still_open(self) -> int:
         """Rooms and leased units in this worker's tables."""
 
-        def count() -> int:
-            receiver = self._decode._receiver
-            return len(receiver.rooms) + receiver.book.taken()
+        def count(node: Node) -> int:
+            assert node.receiver is not None
+            return len(node.receiver.rooms) + node.receiver.book.taken()
 
-        return self._loop.call(lambda _: count())
+        return self._loop.call(count)
+
+    def abort(self, keys: list[tuple[int, int]]) -> None:
+        for key in keys:
+            self._handles.pop(key).abort("the benchmark has seen enough")
 
     def abort_each(
-        self, addresses: list[str], rooms: list[Awaited], interval: float, delay: float
-    ) -> list[tuple[float, float]]:
-        """Expect a room every ``interval`` seconds and abort each ``delay`` seconds after it was expected. Returns when
-        all units are free: for each room the seconds of its abort and of that moment."""
-        aborted: dict[int, float] = {}
-        quiet: dict[int, float] = {}
-        all_quiet = threading.Event()
-        lock = threading.Lock()
-
-        def free(number: int) -> None:
-            with lock:
-                quiet[number] = time.monotonic()
-                if len(quiet) == len(rooms):
-                    all_quiet.set()
-
-        handles: list[RoomHandle] = []
-        start = time.monotonic()
-        for step in range(len(rooms) + round(delay / interval)):
+        self, addresses: list[str], rooms: list[Awaited], start: float, interval: float, delay: float
+    ) -> list[Aborted]:
+        """From ``start`` on expect a room every ``interval`` seconds and abort each ``delay`` seconds later. Returns
+        when all of their units are free."""
+        storm = _Storm(len(rooms))
+        lag = max(1, round(delay / interval))
+        for step in range(len(rooms) + lag):
             time.sleep(max(0.0, start + step * interval - time.monotonic()))
             if step < len(rooms):
-                awaited = rooms[step]
-                handle = self._decode.expect(
-                    awaited.room, awaited.gen, addresses, awaited.pages, total_tokens=awaited.tokens
-                )
-                handle.on_units_free(lambda number=step: free(number))  # type: ignore[misc]
-                handles.append(handle)
-            late = step - round(delay / interval)
-            if late >= 0:
-                aborted[late] = time.monotonic()
-                handles[late].abort("the benchmark's client went away")
-        if not all_quiet.wait(60.0):
-            raise TimeoutError(f"only {len(quiet)} of {len(rooms)} rooms became quiet")
-        return [(aborted[number], quiet[number]) for number in range(len(rooms))]
+                one = rooms[step]
+                storm.add(self._decode.expect(one.room, one.gen, addresses, one.pages, total_tokens=one.tokens))
+            if step >= lag:
+                storm.abort(step - lag)
+        return storm.wait(60.0)
 
     # -- baselines -----------------------------------------------------------------------------------------------
 

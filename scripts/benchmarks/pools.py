@@ -103,12 +103,15 @@ class SharedPool:
         for buffer in self.body:
             buffer[...] = np.frombuffer(rng.bytes(buffer.nbytes), np.uint8).reshape(buffer.shape)
 
-    def refresh(self, rng: np.random.Generator) -> None:
-        """New random content: every byte changes."""
+    def refresh(self, rng: np.random.Generator, pages: Ints | None = None) -> None:
+        """New random content, everywhere or in these pages: every byte changes."""
         word = rng.integers(1, 256, 8, np.uint8).view(np.uint64)[0]
         for buffer in self.body:
-            words = buffer.reshape(-1).view(np.uint64)
-            np.bitwise_xor(words, word, out=words)
+            words = buffer.view(np.uint64)
+            if pages is None:
+                np.bitwise_xor(words, word, out=words)
+            else:
+                words[pages] ^= word
 
     def differences(self, other: SharedPool, mine: Ints, theirs: Ints) -> int:
         """How many (buffer, page) pairs of ours ``other`` does not hold byte for byte."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from orchestrator import Config, EmbeddedLoop, ForwardPass, TransferResult
+from orchestrator import Config, EmbeddedLoop, ForwardPass, Node, TransferResult
 from orchestrator.engines.base import Engine
 from orchestrator.engines.mooncake import CompletionMode, MooncakeEngine
 from scripts.benchmarks.forward import Compute, run_forward
@@ -77,6 +77,16 @@ class PrefillSide:
     def result(self, request: Request, gen: int, timeout: float = 60.0) -> TransferResult:
         """Wait until the request has ended here, too."""
         return self.prefill.wait(request.number, gen, timeout)
+
+    def still_open(self) -> int:
+        """Rooms, busy lanes and engine batches in this worker's tables."""
+
+        def count(node: Node) -> int:
+            assert node.sender is not None
+            busy = sum(not lane.idle for lane in node.sender.sessions.lanes.values())
+            return len(node.sender.rooms) + busy + node.sender.engine.pending
+
+        return self._loop.call(count)
 
     def close(self) -> None:
         self._loop.close()

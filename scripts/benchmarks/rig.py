@@ -18,7 +18,7 @@ import numpy as np
 from orchestrator import Config
 from orchestrator.engines.base import Engine
 from orchestrator.engines.mooncake import CompletionMode
-from protocols.blocks import Blocks
+from protocols.blocks import Blocks, Ints
 from scripts.benchmarks.baselines.monolithic import Monolithic
 from scripts.benchmarks.baselines.raw import RawEngine, as_ints
 from scripts.benchmarks.baselines.sending import Context, Notifier, Sender
@@ -101,6 +101,10 @@ class Rig:
         hello = requests(1, 1, 1, scattered=False, rng=self.rng, first=1 << 40)
         for _ in range(3):
             self.kvferry(hello, Compute(), decode=number)
+
+    def renew(self, number: int) -> None:
+        """Replace a decode's engine and incarnation: to kvferry's prefill it is a stranger."""
+        self.where[number] = self.decodes[number].call("renew")
 
     # -- the sides -----------------------------------------------------------------------------------------------
 
@@ -201,6 +205,10 @@ class Rig:
     def refresh(self) -> None:
         """New content in the source, so that what a run before delivered proves nothing."""
         self.source.refresh(self.rng)
+
+    def refresh_pages(self, pages: Ints) -> None:
+        """The same for a few pages."""
+        self.source.refresh(self.rng, pages)
 
     def verify(self, asked: Sequence[Request], *, decode: int = 0) -> None:
         """Raise WrongBytesError unless the decode holds every byte of these requests."""
