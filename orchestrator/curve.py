@@ -140,7 +140,7 @@ class Zap:
 
     def answer(self, request: list[bytes]) -> list[bytes]:
         """The reply to one request (RFC 27): 200 with the key as the user id, or 400."""
-        version, number, domain, address, _, mechanism, *credentials = [*request, b"", b"", b"", b"", b"", b""]
+        version, number, domain, address, _, mechanism, *credentials = [*request, *[b""] * 7]
         clients, counters = self._domains.get(domain, (frozenset[bytes](), Counter[str]()))
         key = z85.encode(credentials[0]) if len(credentials[0]) == 32 else b""
         if version == b"1.0" and mechanism == b"CURVE" and key in clients:
@@ -154,18 +154,21 @@ def write_pair(directory: str | os.PathLike[str], name: str) -> tuple[Path, Path
     """Make a pair and write ``NAME.key`` and ``NAME.key_secret`` (mode 0600 from its first byte). Raises ConfigError;
     nothing is overwritten."""
     check_available()
-    if not name or Path(name).name != name:
+    if Path(name).name != name or name in ("", ".."):
         raise ConfigError("a key's name is a file name", name=name)
     folder = Path(directory)
     public_path, secret_path = folder / f"{name}.key", folder / f"{name}.key_secret"
     public, secret = zmq.curve_keypair()
     text = f'metadata\ncurve\n    public-key = "{public.decode()}"\n'
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True)
         _write_new(secret_path, f'{text}    secret-key = "{secret.decode()}"\n', 0o600)
         _write_new(public_path, text, 0o644)
     except FileExistsError as error:
-        raise ConfigError("the file is there already", path=error.filename, hint="Choose another --name.") from None
+        raise ConfigError(
+            "cannot write: the file is there already", path=error.filename, hint="Choose another --name, or directory."
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot write the keys: {error}", directory=str(folder)) from None
     return public_path, secret_path

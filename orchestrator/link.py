@@ -88,6 +88,8 @@ class Link:
         self._watched = False
         self.last_heard = clock.now()
         self._pings = 0
+        self._reconnected = False
+        """Since it was last heard of."""
         self._flush_scheduled = False
         self._resend: Timer | None = None
         self._heartbeat: Timer | None = None
@@ -163,7 +165,7 @@ class Link:
         if self.closed:
             return
         self.last_heard = self._clock.now()
-        self.silent = False
+        self.silent = self._reconnected = False
         self._channel.acked(envelope.ack)
         if envelope.seq and not self._channel.wants(envelope.seq, len(frame)):
             self._flush_soon()  # it has not heard the acknowledgement
@@ -255,6 +257,10 @@ class Link:
         if silence >= self._config.silence_s and not self.silent:
             self.silent = True
             self._owner.on_silent(self)
+        elif silence >= self._config.silence_s / 2 and not self._reconnected:
+            self._reconnected = True
+            self._owner.counters["reconnects"] += 1
+            self._wire.reconnect()
         if self.up:
             self._pings += 1
             self.send(Ping(number=self._pings, rooms=len(self._open), oldest_ms=self._oldest_ms()))

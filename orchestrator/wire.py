@@ -66,6 +66,12 @@ class Wire(Protocol):
         """Hand the frame to the transport. False: not taken now, send it again later. Never blocks or raises."""
         ...
 
+    def reconnect(self) -> None:
+        """Give the connection up for another; what it has queued is lost. The side that listens can do nothing.
+
+        A connection may be dead without a sign: ZMQ keeps one open whose identity another has taken over."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -167,11 +173,21 @@ class _Pump:
 
 
 class _DealerWire:
-    def __init__(self, pump: _Pump) -> None:
+    def __init__(self, pump: _Pump, address: str) -> None:
         self._pump = pump
+        self._address = address
 
     def send(self, frame: bytes) -> bool:
         return self._pump.send([frame])
+
+    def reconnect(self) -> None:
+        if self._pump.socket.closed:
+            return
+        try:
+            self._pump.socket.disconnect(self._address)
+        except zmq.ZMQError:
+            pass  # refused for good, for instance: there is nothing to give up
+        self._pump.socket.connect(self._address)
 
     def close(self) -> None:
         self._pump.close()
@@ -184,6 +200,9 @@ class _RouterWire:
 
     def send(self, frame: bytes) -> bool:
         return self._pump.send([self._identity, frame])
+
+    def reconnect(self) -> None:
+        return None
 
     def close(self) -> None:
         return None
@@ -315,7 +334,7 @@ class ZmqNetwork:
         def deliver(parts: list[zmq.Frame]) -> None:
             on_frame(parts[0].bytes if len(parts) == 1 else b"")
 
-        return _DealerWire(_Pump(self._core, socket, deliver))
+        return _DealerWire(_Pump(self._core, socket, deliver), address)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._core.context.socket(kind)

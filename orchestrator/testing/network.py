@@ -90,6 +90,9 @@ class _MemoryRouterWire:
         self._network.carry("to_decode", frame, dealer.receive)
         return True
 
+    def reconnect(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -111,6 +114,9 @@ class _MemoryDealer:
         listener.dealers[self._identity] = self
         self._network.carry("to_prefill", frame, lambda arriving: listener.receive(self._identity, arriving))
         return True
+
+    def reconnect(self) -> None:
+        return None
 
     def receive(self, frame: bytes) -> None:
         if not self.closed:

@@ -256,6 +256,9 @@ class _Dealer:
             self._queue.append(frame)
         return True
 
+    def reconnect(self) -> None:
+        return None
+
     def receive(self, frame: bytes) -> None:
         if not self.closed:
             self._on_frame(frame)
@@ -341,6 +344,9 @@ class _RouterWire:
 
     def send(self, frame: bytes) -> bool:
         return self._listener.send(self._identity, frame)
+
+    def reconnect(self) -> None:
+        return None
 
     def close(self) -> None:
         return None
