@@ -126,8 +126,8 @@ class Node:
             self._engines.append(engine)
         for region in [(buffer.address, buffer.nbytes) for buffer in layout.buffers]:
             if (engine, region) not in self._regions:
-                self._regions.append((engine, region))
                 engine.register(*region)
+                self._regions.append((engine, region))
         return engine
 
     def _renew(self, renew: Callable[[], Engine], layout: Layout) -> Engine:
