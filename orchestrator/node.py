@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections.abc import Callable
@@ -139,19 +140,24 @@ class Node:
         return self._own(renew(), layout)
 
     async def stop(self) -> None:
-        """End every room, tell the peers, drain, delete the engines (a fence). Idempotent."""
-        if self.sender is not None:
-            await self.sender.stop()
-        if self.receiver is not None:
-            await self.receiver.stop()
-        self.inbox.close()
-        for engine in self._engines:
+        """End every room, tell the peers, drain, delete the engines (a fence). Idempotent. What one step raises comes
+        out in the end, and keeps none of the others from being done."""
+        async with contextlib.AsyncExitStack() as steps:  # last in, first out
+            steps.callback(self.network.close)
+            steps.callback(self.pacer.close)
+            steps.push_async_callback(self._close_engines)
+            steps.callback(self.inbox.close)
+            if self.receiver is not None:
+                steps.push_async_callback(self.receiver.stop)
+            if self.sender is not None:
+                steps.push_async_callback(self.sender.stop)
+
+    async def _close_engines(self) -> None:
+        engines, self._engines = self._engines, []
+        for engine in engines:
             await engine.close(ENGINE_DRAIN_S)
             if self.receiver is not None:
                 self.receiver.fenced(engine.session)
-        self._engines.clear()
-        self.pacer.close()
-        self.network.close()
 
 
 def check_digest(config: Config, layout: Layout) -> None:
