@@ -121,7 +121,11 @@ class EmbeddedLoop:
         return answer.result()
 
     def _run(self, started: concurrent.futures.Future[None]) -> None:
-        loop = new_event_loop()
+        try:
+            loop = new_event_loop()
+        except BaseException as exc:
+            started.set_exception(exc)
+            return
         try:
             asyncio.set_event_loop(loop)
             loop.run_until_complete(self._main(loop, started))
@@ -131,6 +135,11 @@ class EmbeddedLoop:
             else:
                 log.exception("the loop thread died")
         finally:
+            left = asyncio.all_tasks(loop)  # none, unless it died
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             loop.run_until_complete(loop.shutdown_asyncgens())
             asyncio.set_event_loop(None)
             loop.close()
