@@ -16,6 +16,7 @@ from protocols.machines import (
     DECODE_ROOM,
     FORWARD_PASS,
     PREFILL_ROOM,
+    ROLLOVER,
     Action,
     ChunkEvent,
     ChunkState,
@@ -25,6 +26,8 @@ from protocols.machines import (
     PassState,
     PrefillEvent,
     PrefillState,
+    RolloverEvent,
+    RolloverState,
 )
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
@@ -106,6 +109,13 @@ def drawings() -> list[Drawing]:
             DecodeEvent,
         ),
         lease(),
+        machine(
+            "Engine rollover on the decode worker",
+            "The fence without a restart: what was quarantined under the old session is free from FENCED on.",
+            ROLLOVER,
+            RolloverState,
+            RolloverEvent,
+        ),
         machine("Chunk", "One contiguous page range that one forward makes final.", CHUNK, ChunkState, ChunkEvent),
         machine("Forward pass", "One model forward on the prefill worker.", FORWARD_PASS, PassState, PassEvent),
     ]

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from enum import Enum
 
 from orchestrator.config import Config
 from orchestrator.engines import mooncake_env
 from orchestrator.engines.base import EngineLimits
+from protocols import machines
 from protocols.messages import HEARD_BY_DECODE, HEARD_BY_PREFILL, Message
 from tests.docs import reading
 from tests.docs.reading import ROOT, code_names
@@ -23,6 +25,15 @@ def test_states_are_drawn_from_the_tables() -> None:
     command = [sys.executable, "scripts/lib/draw_states.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_table_of_the_machines_is_drawn() -> None:
+    page = (DOCS / "states.md").read_text(encoding="utf-8")
+    enums = [each for each in vars(machines).values() if isinstance(each, type) and issubclass(each, Enum)]
+    missing = [
+        f"{each.__name__}.{member.name}" for each in enums for member in each if f"| {member.name} |" not in page
+    ]
+    assert not missing
 
 
 def test_settings_and_their_defaults() -> None:
