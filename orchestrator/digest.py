@@ -52,8 +52,12 @@ async def check_digests(
 ) -> None:
     """Compare a rank's digests with what lies in our pages. Raises MismatchError naming the first position that
     differs, and for digests that do not stand for exactly the pages the rank covers."""
-    covered = _by_buffer((_paged(entry.buffers, buffers), entry.runs) for entry in coverage)
-    if _by_buffer((digest.buffers, digest.runs) for digest in digests) != covered:
+    paged = [(_paged(entry.buffers, buffers), entry.runs) for entry in coverage]
+    claimed = [(digest.buffers, digest.runs) for digest in digests]
+    # Counted before it is spelt out: coverage was proven, but a digest may claim 2**60 positions, or no buffer.
+    if _count(claimed) != _count(paged) or not all(numbers for numbers, _ in claimed):
+        raise MismatchError("the digests do not stand for the pages that were covered")
+    if _by_buffer(claimed) != _by_buffer(paged):
         raise MismatchError("the digests do not stand for the pages that were covered")
     for digest in digests:
         positions = [position for first, count in digest.runs for position in range(first, first + count)]
@@ -74,6 +78,11 @@ def _offsets(positions: list[int], prefix_pages: int) -> list[int]:
 def _paged(numbers: Sequence[int], buffers: dict[int, LayerBuffer]) -> list[int]:
     """An entry of the coverage may name an aux or state buffer beside pages: like runs, items of one length."""
     return [number for number in numbers if buffers[number].unit == "page"]
+
+
+def _count(parts: Any) -> int:
+    """How many positions, of all buffers together."""
+    return sum(len(numbers) * sum(count for _, count in runs) for numbers, runs in parts)
 
 
 def _by_buffer(parts: Any) -> dict[int, list[int]]:

@@ -7,10 +7,12 @@ import time
 from collections import Counter
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.digest import check_digests
 from protocols.channel import MAX_HELD, MAX_HELD_BYTES, Channel
 from protocols.codec import decode_envelope, encode, leading_type
 from protocols.coverage import MAX_RUNS, Expected
@@ -24,8 +26,10 @@ from protocols.messages import (
     Abort,
     AnyMessage,
     Coverage,
+    Digest,
     Offer,
 )
+from tests.support.layouts import buffer
 from tests.support.messages import MESSAGE_TYPES, messages
 
 pytestmark = [pytest.mark.row("N9"), pytest.mark.row("C7")]
@@ -166,3 +170,24 @@ def test_a_proof_cut_into_dust_for_every_buffer_is_refused() -> None:
             expected.check()
 
     assert cost(refused) < 0.5
+
+
+# -- digests -------------------------------------------------------------------------------------------------------
+
+ENDLESS: dict[str, tuple[Digest, ...]] = {
+    "a run without end": (Digest((1,), ((0, 2**60),), b""),),
+    "a run without end, of no buffer": (Digest((), ((0, 2**60),), b""),),
+    "runs that add up": (Digest((1,), tuple((0, 2**40) for _ in range(1000)), b""),),
+    "a buffer named thousands of times": (Digest((1,) * 4096, tuple((nth, 1) for nth in range(10_000)), b""),),
+    "an honest one and one of no buffer": (Digest((1,), ((0, 8),), bytes(64)), Digest((), ((0, 2**60),), b"")),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_a_digest_is_counted_before_it_is_spelt_out(name: str) -> None:
+    buffers = {1: buffer(1, "k", 0)}
+    coverage = (Coverage((1,), 0, buffers[1].item_len, ((0, 8),)),)
+    start = time.thread_time()
+    with pytest.raises(MismatchError, match="do not stand for"):
+        await check_digests(ENDLESS[name], coverage, buffers, np.arange(8), 0)
+    assert time.thread_time() - start < 0.1
