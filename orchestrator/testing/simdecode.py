@@ -124,7 +124,7 @@ class DecodeWorker:
             self.world.record(self.life.name, "is refused room", key, exc)
             self._release(job)
             return
-        self.world.counts["rooms"] += 1
+        self.world.rooms.add(plan.number)
         self.jobs.append(job)
         job.handle._outcome.future().add_done_callback(lambda future: self._ended(job, future.result()))
         job.handle.on_units_free(lambda: self._units_free(job))

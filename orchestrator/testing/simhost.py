@@ -39,8 +39,7 @@ from orchestrator.testing.virtual import START, Domain, SimClock, VirtualLoop
 ITEM_BYTES = 8
 AUX_SLOTS = 12
 STATE_ROWS = 12
-PORTS = range(15000, 15004)
-"""Ports that the engines of one host choose from, so that names repeat as they do on real hosts."""
+FIRST_PORT = 15000
 LIMITS = EngineLimits(max_block_bytes=24, max_batch_blocks=4, window_blocks=10, window_bytes=256)
 SCALE: dict[str, Any] = {
     "connect_timeout_s": 2.0,
@@ -112,7 +111,9 @@ class World:
         self.net = SimNet(loop, workload.seed * 3 + 1, self.record, workload.net)
         self.fabric = SimFabric(loop, workload.seed * 3 + 2, workload.engine)
         self.oracle = Oracle(self.fabric, self.elapsed, self.record)
-        self.counts: dict[str, int] = dict.fromkeys(("rooms", "ok", "failed", "aborts", "crashes", "rollovers"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(("ok", "failed", "aborts", "crashes", "rollovers"), 0)
+        self.rooms: set[int] = set()
+        """Numbers of the plans that a side was told of."""
         self.prefills = [Host(self, f"P{n}", self._group_of(n)) for n in range(workload.prefills)]
         self.decodes = [Host(self, f"D{n}", None) for n in range(workload.decodes)]
 
@@ -145,6 +146,8 @@ class Host:
         self.address = f"tcp://{name}:7000"
         self.life: Life | None = None
         self.lives: list[Life] = []
+        self.ports: list[int] = []
+        """Those that an engine here had, one an engine."""
 
     @property
     def alive(self) -> bool:
@@ -204,12 +207,21 @@ class Life:
 
     def _make_engine(self) -> SimEngine:
         fabric = self.world.fabric
-        free = fabric.free_ports(self.host.name, PORTS) if self.world.workload.reuse_ports else []
-        port = self.rng.choice(free) if free else None
+        port = self._choose_port()
         engine = SimEngine(fabric, self.host.name, domain=self.domain, io=self.io, port=port, limits=LIMITS)
         self.engines.append(engine)
+        self.host.ports.append(port)
         self.world.record(self.name, "makes engine", engine.session)
         return engine
+
+    def _choose_port(self) -> int:
+        """Names repeat, as they do on real hosts: one of this process's own earlier ports, or of a process before."""
+        own = [engine.ports[0] for engine in self.engines]
+        earlier, chance = (own, 0.5) if own else (self.host.ports, 0.3)
+        free = self.world.fabric.free_ports(self.host.name, dict.fromkeys(earlier))
+        if self.world.workload.reuse_ports and free and self.rng.random() < chance:
+            return self.rng.choice(free)
+        return FIRST_PORT + len(self.host.ports)
 
     # -- what the world does to it -----------------------------------------------------------------------------------
 

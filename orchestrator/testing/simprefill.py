@@ -252,7 +252,7 @@ class PrefillWorker:
         if job.known:
             return
         job.known = True
-        self.world.counts["rooms"] += 1
+        self.world.rooms.add(job.plan.number)
         job.outcome = self.face._sender.rooms.find(job.key)
         job.outcome.future().add_done_callback(lambda future: self._ended(job, future.result()))
         self.face.on_source_free(job.key.room, job.key.gen, lambda: self._source_free(job))

@@ -40,9 +40,28 @@ LONGEST_POLL_S = 0.25
 """The pacer's slowest pace here: virtual seconds cost real ones only when something happens in them."""
 
 
+COUNTED = (
+    "rooms",
+    "ok",
+    "failed",
+    "aborts",
+    "crashes",
+    "rollovers",
+    "in_doubt",
+    "late_landings",
+    "fences",
+    "landings",
+    "steps",
+    "virtual_s",
+    "real_s",
+)
+"""What a run counts, by the names of `Result`'s fields."""
+
+
 @dataclass(slots=True)
 class Result:
-    """What became of a run. ``virtual_s`` and ``real_s`` are seconds."""
+    """What became of a run. ``rooms`` are generations that a side was told of; each side's outcome counts as ``ok`` or
+    ``failed``. ``virtual_s`` and ``real_s`` are seconds."""
 
     workload: Workload
     violations: list[Violation]
@@ -359,7 +378,7 @@ class Simulation:
             self._plan,
             world.oracle.violations,
             world.history,
-            rooms=counts["rooms"],
+            rooms=len(world.rooms),
             ok=counts["ok"],
             failed=counts["failed"],
             aborts=counts["aborts"],

@@ -229,7 +229,7 @@ def probe_rooms(workload: Workload, first_room: int, number: int, at: float) -> 
         for decode in range(workload.decodes):
             plans.append(
                 RoomPlan(
-                    number=number + len(plans),
+                    number=first_room + len(plans),
                     room=first_room + len(plans),
                     gen=1,
                     at=at,
