@@ -91,6 +91,8 @@ def help_of(command: str) -> str:
         arguments = [sys.executable, "-m", "scripts.benchmarks", "--help"]
     elif command.startswith("kvferry"):
         arguments = [sys.executable, "-m", "orchestrator.cli.main", *command.split()[1:], "--help"]
+    elif command == "scripts/simulate":
+        arguments = [sys.executable, "-m", "orchestrator.testing.simulate", "--help"]
     elif command in ("scripts/rows", "scripts/draw_states"):
         arguments = [sys.executable, f"scripts/lib/{command.removeprefix('scripts/')}.py", "--help"]
     else:
