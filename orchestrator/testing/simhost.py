@@ -40,6 +40,7 @@ ITEM_BYTES = 8
 AUX_SLOTS = 12
 STATE_ROWS = 12
 FIRST_PORT = 15000
+PORTS_PER_HOST = 1000
 LIMITS = EngineLimits(max_block_bytes=24, max_batch_blocks=4, window_blocks=10, window_bytes=256)
 SCALE: dict[str, Any] = {
     "connect_timeout_s": 2.0,
@@ -146,6 +147,7 @@ class Host:
         self.address = f"tcp://{name}:7000"
         self.life: Life | None = None
         self.lives: list[Life] = []
+        self.first_port = FIRST_PORT + PORTS_PER_HOST * (2 * int(name[1:]) + (group is None))
         self.ports: list[int] = []
         """Those that an engine here had, one an engine."""
 
@@ -221,7 +223,7 @@ class Life:
         free = self.world.fabric.free_ports(self.host.name, dict.fromkeys(earlier))
         if self.world.workload.reuse_ports and free and self.rng.random() < chance:
             return self.rng.choice(free)
-        return FIRST_PORT + len(self.host.ports)
+        return self.host.first_port + len(self.host.ports)
 
     # -- what the world does to it -----------------------------------------------------------------------------------
 
