@@ -143,8 +143,8 @@ class Receiver:
     def check_quarantine(self) -> None:
         """Roll the engine over when quarantine has passed its limit and another engine can be made."""
         units = self.book.quarantined()
-        if units >= self.config.rollover_at_units and self.rollover.possible:
-            self.rollover.start(f"{units} units are quarantined")
+        if units >= self.config.rollover_at_units:
+            self.rollover.start_if_possible(f"{units} units are quarantined")
 
     def quarantine(self) -> list[Quarantined]:
         """What is in quarantine, and why."""
@@ -285,8 +285,7 @@ class Receiver:
 
     def session_reused(self) -> None:
         """Late writes to the earlier process's session may still arrive: take another session, if that is possible."""
-        if self.rollover.possible:
-            self.rollover.start("an earlier process had this engine session")
+        self.rollover.start_if_possible("an earlier process had this engine session")
 
     def on_silent(self, link: Link) -> None:
         """Silence ends the rooms; it proves nothing about the units, and Abort is retransmitted until acknowledged."""

@@ -39,7 +39,9 @@ class EngineRollover:
         self._receiver = receiver
         self._make_engine = make_engine
         self._old: Engine | None = None
+        self._new: Engine | None = None
         self._timer: Timer | None = None
+        self._retry: Timer | None = None
         self._awaited: set[Link] = set()
         self._ports: HeldPorts | None = None
         self._reason = ""
@@ -51,15 +53,32 @@ class EngineRollover:
         return self._make_engine is not None and self.machine.state is RolloverState.IDLE
 
     def start(self, reason: str) -> None:
-        """Begin. Raises ConfigError without a way to make engines, BusyError while one is under way."""
+        """Begin. Raises ConfigError without a way to make engines, BusyError while one is under way, and, with nothing
+        changed, what making the engine raises."""
         if self._make_engine is None:
             raise ConfigError(
                 "this decode side cannot make another engine", hint="Give start_decode a `renew` function."
             )
         if self.machine.state is not RolloverState.IDLE:
             raise BusyError("a rollover is under way", state=self.machine.state.name)
+        self._new = self._make_engine()
         self._reason = reason
         self._fire(RolloverEvent.START)
+
+    def start_if_possible(self, reason: str) -> None:
+        """Begin unless one is under way; an engine that cannot be made now is tried again in a while."""
+        if not self.possible:
+            return
+        receiver = self._receiver
+        try:
+            self.start(reason)
+        except Exception as exc:
+            receiver.log.warning("rollover_failed", "no engine for a rollover: %r", exc)
+            if self._retry is not None:
+                self._retry.cancel()
+            self._retry = receiver.clock.call_later(
+                receiver.config.rollover_timeout_s, lambda: self.start_if_possible(reason)
+            )
 
     def room_ended(self) -> None:
         """A room is over: if none uses the old session any more, there is nothing to wait for."""
@@ -85,8 +104,10 @@ class EngineRollover:
 
     async def close(self) -> None:
         """The decode side stops: end what is under way. The old engine is deleted before this returns."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._make_engine = None
+        for timer in (self._timer, self._retry):
+            if timer is not None:
+                timer.cancel()
         if self._task is not None:
             await asyncio.shield(self._task)
         elif self._old is not None and self.machine.state is RolloverState.ANNOUNCED:
@@ -111,9 +132,9 @@ class EngineRollover:
                     raise IllegalTransitionError("not an action of a rollover", action=action.name)
 
     def _announce(self) -> None:
-        assert self._make_engine is not None, "checked by start"
+        assert self._new is not None, "made by start"
         receiver = self._receiver
-        new = self._make_engine()
+        new, self._new = self._new, None
         self._old, old = receiver.engine, receiver.session
         receiver.use_engine(new)
         timeout = receiver.config.rollover_timeout_s

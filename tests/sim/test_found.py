@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from orchestrator.chunk import ChunkSpec
 from orchestrator.config import Config
@@ -20,6 +22,7 @@ from orchestrator.testing.pool import Pool
 from orchestrator.testing.simengine import SimEngine
 from orchestrator.testing.simfabric import SimFabric
 from protocols.codec import decode_envelope
+from protocols.errors import BusyError
 from protocols.machines import RolloverState
 
 CONFIG = Config(layer_group=2, connect_timeout_s=2.0, ping_interval_s=0.1, silence_s=1.0)
@@ -47,7 +50,7 @@ class Scene:
         listener.dealers.clear()
         await self.start(self.prefill.address)
 
-    async def decode(self, port: int, then: int) -> tuple[Node, Decode]:
+    async def decode(self, port: int, then: int, config: Config = CONFIG) -> tuple[Node, Decode]:
         """A decode whose engine has ``port``, and ``then`` after a rollover."""
         node = await self._stack.enter_async_context(Node(network=self.network))
         pool = Pool()
@@ -58,7 +61,7 @@ class Scene:
             made.ports = ()  # no real sockets hold them
             return made
 
-        return node, node.start_decode(engine(port), pool.layout, CONFIG, lambda: engine(then))
+        return node, node.start_decode(engine(port), pool.layout, config, lambda: engine(then))
 
     def expect(self, decode: Decode, room: int) -> RoomHandle:
         handle = decode.expect(room, 1, [self.prefill.address], np.array([4, 5]), total_tokens=8, aux_slot=0)
@@ -163,3 +166,20 @@ async def test_a_prefill_that_ends_before_its_rollover_ack_arrives() -> None:
         await scene.crash_and_restart()
         scene.network.filter = lambda direction, frame: [frame]
         await until(lambda: receiver.rollover.machine.state is RolloverState.IDLE)
+
+
+async def test_a_rollover_whose_engine_cannot_be_made_is_tried_again() -> None:
+    """Seed 4259: the machine stood in ANNOUNCED without a second engine, and no rollover was possible any more."""
+    async with a_scene() as scene:
+        _, decode = await scene.decode(port=1, then=2, config=replace(CONFIG, rollover_timeout_s=0.2))
+        assert await ended(scene.expect(decode, 1))
+        scene.fabric.hold_ports([2])
+        with pytest.raises(BusyError):
+            decode.roll_over()
+        rollover = decode._receiver.rollover
+        assert rollover.possible
+        rollover.start_if_possible("a test")
+        assert rollover.possible
+        scene.fabric.release_ports([2])
+        await until(lambda: rollover.fences == 1)
+        assert await ended(scene.expect(decode, 2))
