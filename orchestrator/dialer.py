@@ -59,8 +59,8 @@ class _Dial:
     deadline: float
     delay: float = FIRST_HELLO_S
     timer: Timer | None = None
-    named: str = ""
-    """The engine session that its first Hello named."""
+    named: set[str] = field(default_factory=set)
+    """The engine sessions that its Hellos named: which of them the peer has heard, if any, it does not say."""
     welcomed: bool = False
     waiting: list[tuple[Callable[[Link], None], Callable[[KvferryError], None]]] = field(default_factory=list)
 
@@ -160,7 +160,7 @@ class Dialer:
                 unanswered=True,
             )
             return
-        dial.named = dial.named or self._engine.session
+        dial.named.add(self._engine.session)
         dial.link.send(make_hello(self._layout, self._engine, self._config, "decode", dial.number))
         dial.timer = self._clock.call_later(dial.delay, lambda: self._say_hello(address, dial))
         dial.delay = min(dial.delay * 2, LAST_HELLO_S)
@@ -216,7 +216,7 @@ class Dialer:
                 link.peer = src
             case Welcome():
                 if message.session_reused:
-                    if dial.named == self._engine.session:
+                    if dial.named == {self._engine.session}:
                         self._owner.session_reused()
                     raise RefusedError(
                         "an earlier process had this engine session, and late writes of its rooms may still arrive",
@@ -226,7 +226,7 @@ class Dialer:
                 dial.welcomed = True
             case Refused():
                 if link.up:  # it forgot us: what it holds of ours is over
-                    self._owner.peer_gone(link, f"the prefill worker refused us: {message.reason}")
+                    self._owner.on_broken(link, BrokenPeerError(f"the prefill worker refused us: {message.reason}"))
                     return
                 raise RefusedError(f"the prefill worker refused us: {message.reason}", **_facts(message.fields))
             case WrongIncarnation():
@@ -239,8 +239,8 @@ class Dialer:
                 dial.timer = None
             self._breakers.pop(address, None)
             link.welcome()
-            if dial.named != self._engine.session:
-                self._owner.named_old_session(link, dial.named)
+            for old in sorted(dial.named - {self._engine.session}):
+                self._owner.named_old_session(link, old)
             waiting, dial.waiting = dial.waiting, []
             for on_up, _ in waiting:
                 on_up(link)

@@ -172,22 +172,22 @@ class Receiver:
                 older.fail(AbortedError("superseded by a newer generation", newer=key.gen))
         room = DecodeRoom(outcome, expectation, self)
         self.rooms.add(room)
-        if outcome.failed:  # aborted by a thread, or stale, before a unit was leased
-            room.fail(outcome.error or AbortedError("aborted"))
+        self._lease(room)
+        if not room.ranks and not outcome.failed:  # a fake room: it asks for no transfer
+            room.finish_fake()
+        for rank in room.ranks if self._stopping is None else ():
+            self.dialer.when_up(rank.address, partial(self._up, room, rank), partial(self._fail, room))
+
+    def _lease(self, room: DecodeRoom) -> None:
+        """Lease the room's units, or fail it: aborted by a thread, stale, or asking for what is not to be had."""
+        if room.outcome.failed:
+            room.fail(room.outcome.error or AbortedError("aborted"))
             return
         try:
             self._check_room_for_more()
             room.lease()
         except KvferryError as exc:
-            failure = TransferError(exc.what, **exc.data)
-            failure.__cause__ = exc
-            room.fail(failure)
-            return
-        if not room.ranks:  # a fake room: it asks for no transfer
-            room.finish_fake()
-            return
-        for rank in room.ranks:
-            self.dialer.when_up(rank.address, partial(self._up, room, rank), partial(self._unreachable, room))
+            self._fail(room, exc)
 
     def _check_room_for_more(self) -> None:
         """At the bound new work is refused: a pool that is mostly quarantined serves nobody."""
@@ -200,14 +200,16 @@ class Receiver:
             )
 
     def _up(self, room: DecodeRoom, rank: Rank, link: Link) -> None:
+        """Offer, or tell a rank that waits for an Offer that none will come (C1)."""
         if room.outcome.failed:
+            link.post(room.abort_message())
             return
         try:
             room.offer(rank, link)
         except KvferryError as exc:  # larger than a frame
-            self._unreachable(room, exc)
+            self._fail(room, exc)
 
-    def _unreachable(self, room: DecodeRoom, error: KvferryError) -> None:
+    def _fail(self, room: DecodeRoom, error: KvferryError) -> None:
         failure = TransferError(error.what, hint=error.hint, **error.data)
         failure.__cause__ = error
         room.fail(failure)
@@ -296,6 +298,7 @@ class Receiver:
             )
 
     def on_broken(self, link: Link, error: BrokenPeerError) -> None:
+        self.rollover.gave_up_peer()
         self.peer_gone(link, error.what)
 
     def peer_gone(self, link: Link, reason: str) -> None:

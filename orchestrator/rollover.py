@@ -44,6 +44,9 @@ class EngineRollover:
         self._retry: Timer | None = None
         self._awaited: set[Link] = set()
         self._ports: HeldPorts | None = None
+        self._kept: list[HeldPorts] = []
+        """Held until this side ends."""
+        self._suspect: set[Session] = set()
         self._reason = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -93,6 +96,13 @@ class EngineRollover:
     def peer_gone(self, link: Link) -> None:
         self._stop_awaiting(link)
 
+    def gave_up_peer(self) -> None:
+        """A peer is forgotten that may be alive and writing, to the engine of now or to the old one. It will never say
+        that it is done with them, so their ports must not become another engine's."""
+        self._suspect.add(self._receiver.session)
+        if self._old is not None:
+            self._suspect.add(self._old.session)
+
     def _stop_awaiting(self, link: Link) -> None:
         self._awaited.discard(link)
         link.watch(on=False)
@@ -112,8 +122,9 @@ class EngineRollover:
             await asyncio.shield(self._task)
         elif self._old is not None and self.machine.state is RolloverState.ANNOUNCED:
             await self._old.close(self._receiver.config.drain_timeout_s)
-        if self._ports is not None:
-            self._ports.release()
+        for ports in (self._ports, *self._kept):
+            if ports is not None:
+                ports.release()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -184,7 +195,10 @@ class EngineRollover:
 
     def _release(self) -> None:
         if self._ports is not None:
-            self._ports.release()
+            if self._old is not None and self._old.session in self._suspect:
+                self._kept.append(self._ports)
+            else:
+                self._ports.release()
         self._ports = None
         self._old = None
         self._receiver.check_quarantine()
