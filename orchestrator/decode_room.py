@@ -271,11 +271,15 @@ class DecodeRoom:
             self._deadline.cancel()
         timeout = 2 * self.receiver.config.drain_timeout_s  # the prefill's own drain, and the way here
         self._ack_deadline = self.receiver.clock.call_later(timeout, self._ack_expired)
-        reason = str(self.outcome.error)[:4000]
         for rank in self.ranks:
             if rank.link is not None:
-                rank.link.post(Abort(room=self.key.room, gen=self.key.gen, origin="decode", reason=reason))
+                rank.link.post(self.abort_message())
                 rank.link.close_room(self.key)
+
+    def abort_message(self) -> Abort:
+        """What every rank is told of this room's failure."""
+        reason = str(self.outcome.error)[:4000]
+        return Abort(room=self.key.room, gen=self.key.gen, origin="decode", reason=reason)
 
     def _end(self) -> None:
         for timer in (self._deadline, self._ack_deadline):

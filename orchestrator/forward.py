@@ -204,7 +204,7 @@ class ForwardPass:
 class LayerNotifier:
     """For engines with one global hook: points at the current pass. A hook without a pass does nothing.
 
-    ``notifier.layer_end`` is the function to install; the current pass is per thread group, set by `current`.
+    ``notifier.layer_end`` is the function to install; the current pass is set by `enter` and cleared by `leave`.
     """
 
     def __init__(self) -> None:
