@@ -30,7 +30,7 @@ from protocols.messages import (
     Units,
     WrongIncarnation,
 )
-from tests.peers.raw import QUICK, RawDecode, RawPrefill, overhear, pages_of, settled, until
+from tests.peers.raw import HASTY, QUICK, RawDecode, RawPrefill, overhear, pages_of, settled, until
 from tests.peers.scenes import (
     DST,
     KEY,
@@ -426,13 +426,13 @@ async def test_the_source_is_free_when_nothing_reads_it(outcome: str) -> None:
 @pytest.mark.row("C5", "C3")
 async def test_a_decode_that_goes_silent_leaves_the_source_in_use_until_the_engine_lets_go() -> None:
     hold = Fault(hold=True)
-    async with cluster(hold) as c:
+    async with cluster(hold, config=HASTY) as c:
         raw = await raw_decode(c)
         raw.send(raw.offer(5, 1, DST, total_tokens=TOKENS, aux_slot=2))
         c.forward([spec()])
         await until(lambda: engine_of(c).attempts > 0)
         raw.alive = False
-        await until(lambda: c.prefill().poll(*KEY) is RoomStatus.FAILED, timeout=2)
+        await until(lambda: c.prefill().poll(*KEY) is RoomStatus.FAILED, timeout=3)
         assert "silent" in str(c.prefill().result(*KEY).error)
         assert not c.prefill().source_free(*KEY)
         hold.release()

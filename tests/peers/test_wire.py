@@ -31,7 +31,7 @@ from protocols.messages import (
     Welcome,
     WrongIncarnation,
 )
-from tests.peers.raw import QUICK, RawDecode, RawPeer, RawPrefill, overhear, settled, until
+from tests.peers.raw import HASTY, QUICK, RawDecode, RawPeer, RawPrefill, overhear, settled, until
 from tests.peers.scenes import (
     DST,
     KEY,
@@ -293,7 +293,7 @@ async def test_a_frame_of_another_process_means_that_ours_was_replaced() -> None
 @pytest.mark.row("C7")
 @pytest.mark.parametrize("lost", ["hello", "welcome"])
 async def test_hello_is_repeated_until_it_is_answered(lost: str) -> None:
-    async with cluster(config=dataclasses.replace(QUICK, connect_timeout_s=5.0)) as c:
+    async with cluster() as c:
         c.network.filter = losing = Losing(lost)
         handle = expect(c)
         await until(lambda: losing.lost >= 2)
@@ -492,7 +492,7 @@ def types(frames: list[tuple[str, bytes]]) -> list[str]:
 @pytest.mark.parametrize("silent", ["prefill", "decode"])
 async def test_silence_ends_the_rooms_of_that_peer_in_time_and_nobody_elses(silent: str) -> None:
     loop = asyncio.get_running_loop()
-    async with cluster(decodes=[Pool(), Pool()]) as c:
+    async with cluster(decodes=[Pool(), Pool()], config=HASTY) as c:
         bystander = expect(c, number=1, room=8)
         await until(lambda: sender(c).rooms.live(RoomKey(8, 1)))
         if silent == "prefill":
@@ -507,8 +507,8 @@ async def test_silence_ends_the_rooms_of_that_peer_in_time_and_nobody_elses(sile
             decode.alive, status = False, lambda: c.prefill().poll(*KEY)
         since = loop.time()
         await until(lambda: status() is RoomStatus.FAILED, timeout=2)
-        assert QUICK.silence_s - QUICK.ping_interval_s <= loop.time() - since
-        assert loop.time() - since < QUICK.silence_s + 2 * QUICK.ping_interval_s + 0.2
+        assert HASTY.silence_s - HASTY.ping_interval_s <= loop.time() - since
+        assert loop.time() - since < HASTY.silence_s + 2 * HASTY.ping_interval_s + 0.2
         assert not bystander.poll().ended
         c.forward([spec(room=8)])
         assert (await bystander).ok
@@ -516,14 +516,14 @@ async def test_silence_ends_the_rooms_of_that_peer_in_time_and_nobody_elses(sile
 
 @pytest.mark.row("C1", "C3")
 async def test_a_room_to_a_peer_that_is_still_silent_ends_in_time_too() -> None:
-    async with cluster() as c:
+    async with cluster(config=HASTY) as c:
         raw = RawPrefill(c.network, Pool().layout)
         handle = expect(c, peers=[raw.address])
         await raw.hear(Offer)
         raw.alive = False
-        assert "silent" in str((await asyncio.wait_for(handle, 1)).error)
+        assert "silent" in str((await asyncio.wait_for(handle, 3)).error)
         again = expect(c, gen=2, peers=[raw.address], pages=[20, 21, 22, 23], aux_slot=3)
-        assert "silent" in str((await asyncio.wait_for(again, 1)).error)
+        assert "silent" in str((await asyncio.wait_for(again, 3)).error)
         raw.alive = True
         third = expect(c, gen=3, peers=[raw.address], pages=[24, 25, 26, 27], aux_slot=4)
         raw.done(await raw.hear(Offer, nth=2))
@@ -559,8 +559,7 @@ async def test_a_peer_that_acknowledges_nothing_is_broken_when_its_buffer_is_ful
     rooms = 300
     monkeypatch.setattr("protocols.channel.MAX_UNACKED", rooms)
     pool = Pool(pages=2 * rooms)
-    config = dataclasses.replace(QUICK, silence_s=30.0, connect_timeout_s=5.0)
-    async with cluster(config=config, decodes=[pool]) as c:
+    async with cluster(decodes=[pool]) as c:
         if silent == "decode":
             raw = await raw_decode(c)
             for room in range(rooms):
@@ -586,7 +585,7 @@ async def test_a_peer_that_acknowledges_nothing_is_broken_when_its_buffer_is_ful
 @pytest.mark.row("C7")
 async def test_nobody_there_and_nobody_answering_are_said_so_in_time() -> None:
     loop = asyncio.get_running_loop()
-    async with cluster() as c:
+    async with cluster(config=HASTY) as c:
         raw = RawPrefill(c.network, Pool().layout, greets=False)
         for number_of, (address, text) in enumerate(
             [("tcp://127.0.0.1:19999", "does not answer"), (raw.address, "does not answer")]
@@ -597,7 +596,7 @@ async def test_nobody_there_and_nobody_answering_are_said_so_in_time() -> None:
             assert error is not None
             assert isinstance(error.__cause__, BrokenPeerError)
             assert text in str(error)
-            assert loop.time() - since < QUICK.connect_timeout_s + 1.2
+            assert loop.time() - since < HASTY.connect_timeout_s + 1.2
             assert handle.units_free()
         raw.greets = True
         handle = expect(c, gen=7, peers=[raw.address])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -26,12 +25,10 @@ from protocols.codec import encode
 from protocols.errors import BrokenPeerError, BusyError, ConfigError
 from protocols.leases import UnitState
 from protocols.messages import Bye, Committed, Done, Offer, Refused
-from tests.peers.raw import QUICK, RawDecode, RawPrefill, overhear, settled, until
+from tests.peers.raw import HASTY, QUICK, RawDecode, RawPrefill, overhear, settled, until
 from tests.peers.scenes import DST, KEY, TOKENS, held, landed, spec
 
 LOCALHOST = "127.0.0.1"
-PATIENT = dataclasses.replace(QUICK, silence_s=5.0)
-"""For tests whose peers are out of reach for a while."""
 pytestmark = pytest.mark.row("C7")
 
 
@@ -159,7 +156,7 @@ class Road:
 @pytest.mark.usefixtures("quick_retries")
 async def test_a_room_survives_a_broken_connection(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """The same identity comes back, and takes the place of the connection that the prefill may still believe in."""
-    async with real(PATIENT) as pair, Road(pair.prefill.address) as road:
+    async with real() as pair, Road(pair.prefill.address) as road:
         to_prefill, to_decode = overhear(monkeypatch, pair.sender), overhear(monkeypatch, pair.receiver)
         pair.hold.hold = True
         handle = pair.expect(at=road.address)
@@ -182,7 +179,7 @@ async def test_a_room_survives_a_broken_connection(monkeypatch: pytest.MonkeyPat
 @pytest.mark.row("C1")
 @pytest.mark.usefixtures("quick_retries")
 async def test_what_a_broken_connection_swallowed_is_sent_again_and_heard_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with real(PATIENT) as pair, Road(pair.prefill.address) as road:
+    async with real() as pair, Road(pair.prefill.address) as road:
         first = pair.expect(at=road.address)
         pair.forward()
         assert (await first).ok
@@ -212,7 +209,7 @@ async def test_what_a_broken_connection_swallowed_is_sent_again_and_heard_once(m
 @pytest.mark.row("C4", "C1")
 @pytest.mark.usefixtures("quick_retries")
 async def test_what_was_queued_for_a_dead_process_is_refused_by_the_next_on_its_port() -> None:
-    async with real(PATIENT) as pair:
+    async with real() as pair:
         pair.hold.hold = True
         address = pair.prefill.address
         handle = pair.expect()
@@ -238,7 +235,7 @@ async def test_a_prefill_that_comes_later_is_found() -> None:
     """The decode dials first: ZMQ goes on trying, and Hello is repeated."""
     with socket.create_server((LOCALHOST, 0)) as server:
         address = f"tcp://{LOCALHOST}:{server.getsockname()[1]}"
-    async with real(decode_config=Config(connect_timeout_s=5.0)) as pair:
+    async with real() as pair:
         handle = pair.expect(at=address)
         await settled()
         _, late = await pair.start_prefill(address)
@@ -251,13 +248,13 @@ async def test_nobody_there_and_somebody_who_never_answers_are_said_so_in_time()
     with socket.create_server((LOCALHOST, 0)) as closed, socket.create_server((LOCALHOST, 0)) as mute:
         nobody, silent = (f"tcp://{LOCALHOST}:{server.getsockname()[1]}" for server in (closed, mute))
         closed.close()
-        async with real() as pair:
+        async with real(HASTY) as pair:
             for address in (nobody, silent):
                 since = loop.time()
                 with pytest.raises(BrokenPeerError, match="does not answer") as caught:
                     await asyncio.to_thread(pair.decode.check, address)
                 assert caught.value.data["address"] == address
-                assert QUICK.connect_timeout_s <= loop.time() - since < QUICK.connect_timeout_s + 1.2
+                assert HASTY.connect_timeout_s <= loop.time() - since < HASTY.connect_timeout_s + 1.2
             hello = await asyncio.to_thread(pair.decode.check, pair.prefill.address)
             assert (hello.role, hello.engine) == ("prefill", "loopback")
 
@@ -290,7 +287,7 @@ async def test_what_is_no_address_is_said_at_once(address: str) -> None:
 
 
 async def test_a_host_that_does_not_exist_fails_the_room() -> None:
-    async with real() as pair:
+    async with real(HASTY) as pair:
         error = (await asyncio.wait_for(pair.expect(at="tcp://nowhere.invalid:5"), 3)).error
         assert error is not None
         assert isinstance(error.__cause__, BrokenPeerError | ConfigError)
