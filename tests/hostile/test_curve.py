@@ -411,11 +411,8 @@ BAD_SECRETS: dict[str, tuple[Callable[[Keys], Any], str]] = {
     "missing": (lambda keys: keys.folder / "none", "cannot read"),
     "a directory": (lambda keys: keys.folder, "cannot read"),
     "empty": (lambda keys: damaged(keys, lambda text: ""), "cannot read"),
-    "no value": (lambda keys: damaged(keys, lambda text: text.replace(" = ", " ")), "cannot read"),
-    "cut off": (
-        lambda keys: damaged(keys, lambda text: text.replace('"\n', "\n").replace("$", "")[:-3]),
-        "not a key|no pair",
-    ),
+    "no value": (lambda keys: damaged(keys, lambda text: text.replace(" = ", " ")), "cannot read|not a key"),
+    "cut off": (lambda keys: damaged(keys, lambda text: text[:-10]), "not a key"),
     "public only": (lambda keys: keys.public("prefill"), "holds no secret"),
     "of another pair": (
         lambda keys: damaged(keys, lambda text: text.replace(keys.text("prefill"), keys.text("decode"))),
