@@ -112,6 +112,9 @@ class Receiver:
             link.post(Bye(deadline_ms=0))
         await flushed(self.dialer.links.values(), self.clock)
         await self.rollover.close()
+        for task in list(self._tasks):  # pages may still be compared: nobody reads the pool once this has returned
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.dialer.close()
 
     def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
