@@ -2,14 +2,15 @@
 
 A new engine over the same memory is made and announced; rooms of the old session finish or fail until a deadline; the
 old engine is deleted, which is the fence for everything that was offered under its session; its ports are held until
-every peer has said that none of its tasks uses that session any more. Loop thread only; the shell around
-`protocols.machines.ROLLOVER`.
+every peer has said that none of its tasks uses that session any more, however many rollovers later that is. Loop thread
+only; the shell around `protocols.machines.ROLLOVER`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrator.clock import Timer
@@ -25,8 +26,20 @@ if TYPE_CHECKING:
     from orchestrator.decode_room import DecodeRoom
     from orchestrator.receiver import Receiver
 
+MAX_FENCED = 64
+"""Deleted engines whose ports are held at a time; there are about two thousand ports."""
 MakeEngine = Callable[[], Engine]
 """Makes another engine with every region of the layout registered. Loop thread; a few milliseconds."""
+
+
+@dataclass(slots=True)
+class _Fenced:
+    """A deleted engine whose ports are held."""
+
+    session: Session
+    ports: HeldPorts
+    awaited: set[Link]
+    """Peers that have not said that they are done with it."""
 
 
 class EngineRollover:
@@ -42,8 +55,8 @@ class EngineRollover:
         self._new: Engine | None = None
         self._timer: Timer | None = None
         self._retry: Timer | None = None
-        self._awaited: set[Link] = set()
-        self._ports: HeldPorts | None = None
+        self._fenced: list[_Fenced] = []
+        """The one of the rollover under way comes last; the others are left from earlier ones."""
         self._kept: list[HeldPorts] = []
         """Held until this side ends."""
         self._suspect: set[Session] = set()
@@ -53,7 +66,13 @@ class EngineRollover:
     @property
     def possible(self) -> bool:
         """Whether `start` would begin one now."""
-        return self._make_engine is not None and self.machine.state is RolloverState.IDLE
+        return self._make_engine is not None and self._old_engine_ended and len(self._fenced) < MAX_FENCED
+
+    @property
+    def _old_engine_ended(self) -> bool:
+        """Whoever has not said that it is done with the old engine keeps its ports held, and nothing else: it may never
+        say so, and quarantine must empty all the same."""
+        return self.machine.state in (RolloverState.IDLE, RolloverState.FENCED)
 
     def start(self, reason: str) -> None:
         """Begin. Raises ConfigError without a way to make engines, BusyError while one is under way, and, with nothing
@@ -62,10 +81,14 @@ class EngineRollover:
             raise ConfigError(
                 "this decode side cannot make another engine", hint="Give start_decode a `renew` function."
             )
-        if self.machine.state is not RolloverState.IDLE:
+        if not self._old_engine_ended:
             raise BusyError("a rollover is under way", state=self.machine.state.name)
+        if len(self._fenced) >= MAX_FENCED:
+            raise BusyError("too many engines were deleted whose writers have not answered", engines=len(self._fenced))
         self._new = self._make_engine()
         self._reason = reason
+        if self.machine.state is RolloverState.FENCED:
+            self._fire(RolloverEvent.ALL_ACKED)
         self._fire(RolloverEvent.START)
 
     def start_if_possible(self, reason: str) -> None:
@@ -90,22 +113,22 @@ class EngineRollover:
 
     def acked(self, link: Link, session: str) -> None:
         """A peer is done with the old session, or it is gone."""
-        if self._old is not None and session == self._old.session:
-            self._stop_awaiting(link)
+        self._stop_awaiting(link, [fenced for fenced in self._fenced if fenced.session == session])
 
     def peer_gone(self, link: Link) -> None:
-        self._stop_awaiting(link)
+        self._stop_awaiting(link, self._fenced)
 
     def gave_up_peer(self) -> None:
-        """A peer is forgotten that may be alive and writing, to the engine of now or to the old one. It will never say
+        """A peer is forgotten that may be alive and writing, to the engine of now or to an old one. It will never say
         that it is done with them, so their ports must not become another engine's."""
-        self._suspect.add(self._receiver.session)
+        self._suspect |= {self._receiver.session, *(fenced.session for fenced in self._fenced)}
         if self._old is not None:
             self._suspect.add(self._old.session)
 
-    def _stop_awaiting(self, link: Link) -> None:
-        self._awaited.discard(link)
-        link.watch(on=False)
+    def _stop_awaiting(self, link: Link, engines: list[_Fenced]) -> None:
+        for fenced in engines:
+            fenced.awaited.discard(link)
+        link.watch(on=any(link in fenced.awaited for fenced in self._fenced))
         self._check_acked()
 
     def tell(self, link: Link, old: str) -> None:
@@ -122,9 +145,8 @@ class EngineRollover:
             await asyncio.shield(self._task)
         elif self._old is not None and self.machine.state is RolloverState.ANNOUNCED:
             await self._old.close(self._receiver.config.drain_timeout_s)
-        for ports in (self._ports, *self._kept):
-            if ports is not None:
-                ports.release()
+        for ports in (*(fenced.ports for fenced in self._fenced), *self._kept):
+            ports.release()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -181,27 +203,36 @@ class EngineRollover:
         assert self._old is not None
         receiver = self._receiver
         self.fences += 1
-        self._ports = HeldPorts(receiver.loop, self._old.ports)
+        ports = HeldPorts(receiver.loop, self._old.ports)
+        awaited = {link for link in receiver.dialer.links.values() if link.up}
+        self._fenced.append(_Fenced(self._old.session, ports, awaited))
         receiver.fenced(self._old.session)
-        self._awaited = {link for link in receiver.dialer.links.values() if link.up}
-        for link in self._awaited:  # one that ends without a word is noticed only while it is asked
+        for link in awaited:  # one that ends without a word is noticed only while it is asked
             link.watch(on=True)
         self._tell(self._old.session, 0)
         self._check_acked()
 
     def _check_acked(self) -> None:
-        if self.machine.state is RolloverState.FENCED and not self._awaited:
+        if self.machine.state is RolloverState.FENCED and not self._fenced[-1].awaited:
             self._fire(RolloverEvent.ALL_ACKED)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The ports of every engine that nobody writes to any more."""
+        done = [fenced for fenced in self._fenced if not fenced.awaited]
+        self._fenced = [fenced for fenced in self._fenced if fenced.awaited]
+        for fenced in done:
+            if fenced.session in self._suspect:
+                self._kept.append(fenced.ports)
+            else:
+                fenced.ports.release()
 
     def _release(self) -> None:
-        if self._ports is not None:
-            if self._old is not None and self._old.session in self._suspect:
-                self._kept.append(self._ports)
-            else:
-                self._ports.release()
-        self._ports = None
+        self._let_go()
         self._old = None
-        self._receiver.check_quarantine()
+        if self._new is None:
+            self._receiver.check_quarantine()
 
     def _rooms_of_old(self) -> list[DecodeRoom]:
         old = self._old.session if self._old is not None else None
