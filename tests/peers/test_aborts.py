@@ -162,7 +162,7 @@ async def test_an_abort_is_sent_until_it_is_acknowledged_and_not_once_more(monke
 
 
 @pytest.mark.row("C1")
-async def test_a_rank_that_was_never_offered_anything_is_told_nothing() -> None:
+async def test_a_rank_that_was_not_offered_anything_yet_is_told_that_nothing_comes() -> None:
     async with cluster() as c:
         raw = RawPrefill(c.network, Pool().layout, greets=False)
         handle = expect(c, peers=[*c.addresses, raw.address])
@@ -173,7 +173,21 @@ async def test_a_rank_that_was_never_offered_anything_is_told_nothing() -> None:
         await until(lambda: receiver(c).dialer.links[raw.address].up)
         await raw.flushed()
         assert not raw.all(Offer)
-        assert not raw.all(Abort)
+        assert [abort.room for abort in raw.all(Abort)] == [5]
+
+
+@pytest.mark.row("C1", "C3")
+async def test_a_prefill_hears_at_once_of_a_room_that_never_got_its_units() -> None:
+    async with cluster() as c:
+        owner = expect(c, room=6)
+        c.forward([spec()])
+        await until(lambda: sender(c).rooms.live(KEY))
+        assert "holder=room 6.1" in str((await expect(c)).error)
+        await until(lambda: c.prefill().poll(*KEY) is RoomStatus.FAILED, timeout=SOON)
+        assert "holder=room 6.1" in str(c.prefill().result(*KEY).error)
+        assert c.prefill().source_free(*KEY)
+        c.forward([spec(room=6)])
+        assert (await owner).ok
 
 
 # -- C3, C6: an abort at every stage, from either side -------------------------------------------------------------
@@ -447,3 +461,37 @@ async def test_an_abort_that_meets_the_commit_ends_both_sides() -> None:
         await until(lambda: c.balanced() == [])
         assert c.prefill().poll(*KEY) is RoomStatus.FAILED
         assert handle.poll() is RoomStatus.SUCCESS
+
+
+@pytest.mark.row("C6", "N5")
+@pytest.mark.parametrize("cause", ["abort", "peer", "shutdown"])
+async def test_a_failure_while_the_digests_are_compared_ends_the_room_and_the_comparing(
+    monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly(*_: object) -> None:
+        reached.set()
+        await go_on.wait()
+
+    monkeypatch.setattr("orchestrator.decode_room.check_digests", slowly)
+    async with cluster(digest=True) as c:
+        handle = expect(c)
+        c.forward([spec()])
+        await reached.wait()
+        assert not handle.poll().ended
+        if cause == "abort":
+            assert handle.abort("changed my mind")
+        elif cause == "peer":
+            assert c.prefill().abort(*KEY, "pages were needed")
+        else:
+            await c.decode_nodes[0].stop()
+            tasks = [task for task in asyncio.all_tasks() if "DecodeRoom._compare" in repr(task)]
+            assert not tasks, "after the stop nobody reads the pool any more"
+        assert not (await asyncio.wait_for(handle, SOON)).ok
+        go_on.set()
+        await settled()
+        assert handle.poll() is RoomStatus.FAILED
+        await until(lambda: c.prefill().poll(*KEY) is RoomStatus.FAILED)
+        assert handle.units_free()
+        assert receiver(c).book.taken() == 0
