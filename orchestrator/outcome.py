@@ -68,6 +68,7 @@ class Outcome:
 
     def fail(self, error: TransferError) -> bool:
         """True if this ended the room, False if it had ended before: the first cause stands."""
+        _drop_frames(error)
         return self._end(RoomStatus.FAILED, error, None)
 
     def close(self, result: TransferResult) -> None:
@@ -117,3 +118,11 @@ class Outcome:
                 self._free_callbacks.append(callback)
                 return
         callback()
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """An error keeps the frames it was raised through, and they the room with all its pages: as long as its tombstone,
+    or for ever when a write is in doubt. What happened stands in its text and data, and in its causes."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
