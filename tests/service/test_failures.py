@@ -4,7 +4,9 @@ arrives all the same. The forward thread never sees an exception, and no page is
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ import orchestrator.prefill_room
 import orchestrator.sender
 from orchestrator.chunk import Chunk, ChunkSpec
 from orchestrator.cuda_events import EventWatcher
+from orchestrator.destination import Destination
 from orchestrator.engines.base import EngineLimits
 from orchestrator.engines.faulty import EVERY, Fault, nth
 from orchestrator.forward import ForwardPass
@@ -834,6 +837,36 @@ async def test_a_stale_generation_fails_and_holds_nothing() -> None:
         rooms = sender(cluster).rooms
         assert rooms.remembered == 3, "each ended one is remembered, and forgotten in its time"
         assert rooms.verdict(RoomKey(1, 4)) is not None
+
+
+@pytest.mark.row("A8", "C5")
+@pytest.mark.parametrize("how", ["refused", "failed", "mismatch", "abort", "set-up", "success"])
+async def test_an_ended_room_is_not_kept_alive_by_its_error(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V8: the verdict is remembered for ten minutes, one in doubt for longer; the room, its plans and its page lists
+    are not. An exception keeps the frames it was raised through, and they keep everything."""
+    if how == "set-up":
+        monkeypatch.setattr(Destination, "plan", RaiseOnce(Destination.plan, *range(9)))
+    async with scene() as cluster:
+        faulty(cluster).add(Fault(refuse=how == "refused", fail=EVERY if how == "failed" else ()))
+        tokens = 16 if how == "mismatch" else 12
+        target = ints(20, 7, 8, 9) if how == "mismatch" else TARGET
+        handle = cluster.decode().expect(1, 0, cluster.addresses, target, total_tokens=tokens)
+        room = weakref.ref(await live(cluster, 1))
+        if how == "abort":
+            cluster.prefill().begin_forward([spec(1, SOURCE)])
+            await idle_turns()
+            cluster.prefill().abort(1)
+        else:
+            cluster.forward([spec(1, SOURCE)])
+        prefill, _ = await outcomes(cluster, handle)
+        assert prefill.ok == (how == "success")
+        cause: BaseException | None = prefill.error
+        while cause is not None:
+            assert cause.__traceback__ is None
+            cause = cause.__cause__ or cause.__context__
+        await idle_turns()
+        gc.collect()
+        assert room() is None
 
 
 # -- V6: after the loop has ended --------------------------------------------------------------------------------------
