@@ -36,6 +36,10 @@ from tests.peers.scenes import DST, TOKENS, cluster, landed, raw_decode, sender,
 pytestmark = pytest.mark.row("N9")
 
 
+IMPATIENT: dict[str, Any] = {"connect_timeout_s": 0.5}
+"""For whom nobody will answer."""
+
+
 class Keys:
     """Certificates by name, as files."""
 
@@ -125,7 +129,7 @@ async def house(config: Config) -> AsyncIterator[House]:
 
 async def test_a_room_goes_through_and_strangers_stay_outside(keys: Keys) -> None:
     async with house(keys.prefill()) as it:
-        good, stranger = await it.decode(keys.decode()), await it.decode(keys.decode("stranger"))
+        good, stranger = await it.decode(keys.decode()), await it.decode(keys.decode("stranger", **IMPATIENT))
         handles = it.expect(good), it.expect(stranger, room=6)
         it.forward()
         assert (await handles[0]).ok
@@ -141,14 +145,14 @@ async def test_a_room_goes_through_and_strangers_stay_outside(keys: Keys) -> Non
 
 async def test_a_decode_without_keys_does_not_get_in(keys: Keys) -> None:
     async with house(keys.prefill()) as it:
-        handle = it.expect(await it.decode(QUICK))
+        handle = it.expect(await it.decode(replace(QUICK, **IMPATIENT)))
         assert "does not answer" in str((await asyncio.wait_for(handle, 3)).error)
         assert not it.sender.reception.links
 
 
 async def test_a_decode_talks_to_nobody_but_the_server_it_pinned(keys: Keys) -> None:
     async with house(keys.prefill()) as impostor:
-        handle = impostor.expect(await impostor.decode(keys.decode(server="other")))
+        handle = impostor.expect(await impostor.decode(keys.decode(server="other", **IMPATIENT)))
         assert "does not answer" in str((await asyncio.wait_for(handle, 3)).error)
         assert not impostor.counters, "nothing reached it, not even a frame that it could count as bad"
 

@@ -487,7 +487,8 @@ async def slow_server(answer: bytes, pause: float) -> AsyncIterator[str]:
 @pytest.mark.parametrize("pause", [0.05, 0.0], ids=["a byte now and then", "the handshake, then nothing"])
 async def test_a_prefill_that_answers_slowly_fails_its_own_rooms_only(pause: float) -> None:
     answer = zmtp.GREETING + zmtp.ready(b"").replace(b"DEALER", b"ROUTER")
-    async with real() as pair, slow_server(answer, pause) as slow:
+    impatient = dataclasses.replace(QUICK, connect_timeout_s=0.5)
+    async with real(decode_config=impatient) as pair, slow_server(answer, pause) as slow:
         handles = pair.expect(1, at=slow), pair.decode.expect(6, 1, [pair.prefill.address], [20], total_tokens=4)
         with pair.prefill.begin_forward([spec(room=6, pages=[4], end_token=4, aux_slot=None)]) as forward:
             forward.layer_end(0)
