@@ -85,6 +85,7 @@ def begin(prefill: Worker, decode: Worker, room: int, count: int = 250, gen: int
     return dst
 
 
+@pytest.mark.slow
 @pytest.mark.row("C1", "C3", "C5")
 def test_a_decode_killed_in_the_middle_fails_its_room_and_no_other(start: Start) -> None:
     prefill = start("prefill", LARGE, gigabits=SLOW)
@@ -167,6 +168,7 @@ def test_a_prefill_killed_in_the_middle_leaves_the_units_quarantined(start: Star
     assert not decode.ask("free", room=1, gen=1)
 
 
+@pytest.mark.slow
 @pytest.mark.row("B5")
 def test_a_black_hole_and_a_closed_port_cost_nobody_else_anything(start: Start) -> None:
     with socket.create_server((LOCALHOST, 0)) as hole, socket.create_server((LOCALHOST, 0)) as closed:
@@ -191,6 +193,7 @@ def test_a_black_hole_and_a_closed_port_cost_nobody_else_anything(start: Start) 
         transfer(prefill, healthy, room=12)
 
 
+@pytest.mark.slow
 @pytest.mark.row("B5", "C7")
 def test_a_prefill_that_is_not_there_or_mute_is_said_so_in_time(start: Start) -> None:
     decode = start("decode")
