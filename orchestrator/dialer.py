@@ -102,7 +102,10 @@ class Dialer:
 
     def when_up(self, address: str, on_up: Callable[[Link], None], on_error: Callable[[KvferryError], None]) -> None:
         """Call ``on_up`` once the link is up (now, if it is), or ``on_error``: RefusedError with the differing fields,
-        BrokenPeerError when nobody answers in `connect_timeout_s`, ConfigError for an impossible address."""
+        BrokenPeerError when nobody answers in `connect_timeout_s`, ConfigError for an impossible address.
+
+        A peer that was not heard of for a moment is asked first: if another process is at its address by now, that one
+        is dialled, and nothing is ever offered to one that is gone."""
         dial = self._dials.get(address)
         if dial is None:
             breaker = self._breakers.get(address)
@@ -115,10 +118,41 @@ class Dialer:
             except KvferryError as exc:
                 on_error(exc)
                 return
-        if dial.link.up:
+        if dial.link.up and dial.link.fresh and not dial.waiting:
             on_up(dial.link)
-        else:
-            dial.waiting.append((on_up, on_error))
+            return
+        dial.waiting.append((on_up, on_error))
+        if dial.link.up and dial.timer is None:
+            dial.deadline = self._clock.now() + self._config.connect_timeout_s
+            dial.delay = FIRST_HELLO_S
+            self._ask(address, dial)
+
+    def _ask(self, address: str, dial: _Dial) -> None:
+        """Repeated until the peer of an open link is heard of, or the deadline."""
+        dial.timer = None
+        if self._dials.get(address) is not dial or not dial.waiting:
+            return
+        if self._clock.now() >= dial.deadline:
+            seconds = self._config.connect_timeout_s
+            self._tell_waiting(dial, BrokenPeerError("the prefill worker is silent", address=address, seconds=seconds))
+            return
+        dial.link.ask()
+        dial.timer = self._clock.call_later(dial.delay, lambda: self._ask(address, dial))
+        dial.delay = min(dial.delay * 2, LAST_HELLO_S)
+
+    def _answered(self, dial: _Dial) -> None:
+        """The link is up, and its peer was heard of just now."""
+        if dial.timer is not None:
+            dial.timer.cancel()
+            dial.timer = None
+        waiting, dial.waiting = dial.waiting, []
+        for on_up, _ in waiting:
+            on_up(dial.link)
+
+    def _tell_waiting(self, dial: _Dial, error: KvferryError) -> None:
+        waiting, dial.waiting = dial.waiting, []
+        for _, on_error in waiting:
+            on_error(error)
 
     def _dial(self, address: str) -> _Dial:
         wire = self._network.dial(address, self._me, lambda frame: self._on_frame(address, frame))
@@ -182,6 +216,8 @@ class Dialer:
             self._count_bad_frame(link)
         elif link.up and envelope.type not in ("hello", "welcome", "refused"):
             link.receive(envelope, frame)
+            if link.up and dial.waiting:
+                self._answered(dial)
         else:
             self._handshake(address, dial, envelope, frame)
 
@@ -234,16 +270,11 @@ class Dialer:
             case _:
                 return
         if dial.welcomed and link.hello is not None and not link.up:
-            if dial.timer is not None:
-                dial.timer.cancel()
-                dial.timer = None
             self._breakers.pop(address, None)
             link.welcome()
             for old in sorted(dial.named - {self._engine.session}):
                 self._owner.named_old_session(link, old)
-            waiting, dial.waiting = dial.waiting, []
-            for on_up, _ in waiting:
-                on_up(link)
+            self._answered(dial)
 
     def _fail(self, address: str, error: KvferryError, *, unanswered: bool = False) -> None:
         """Nobody gets this link; the next use dials anew, unless the address keeps not answering."""
@@ -257,14 +288,16 @@ class Dialer:
         if dial.timer is not None:
             dial.timer.cancel()
         dial.link.close()
-        for _, on_error in dial.waiting:
-            on_error(error)
+        self._tell_waiting(dial, error)
 
     def forget(self, link: Link) -> None:
-        """The peer's incarnation is gone; the next use of its address dials anew."""
+        """The peer's incarnation is gone; the next use of its address dials anew, and so does who waits for it now."""
         dial = self._dials.get(link.address)
         if dial is not None and dial.link is link:
+            waiting, dial.waiting = dial.waiting, []
             self._fail(link.address, BrokenPeerError("the prefill worker is gone", address=link.address))
+            for on_up, on_error in waiting:
+                self.when_up(link.address, on_up, on_error)
         link.close()
 
     async def close(self) -> None:

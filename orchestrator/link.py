@@ -25,6 +25,10 @@ from protocols.layout import MAX_NATURAL
 from protocols.messages import UNSEQUENCED, AnyMessage, Envelope, Hello, Ping, Pong
 
 
+FRESH_S = 0.1
+"""Shorter than any process takes to end and another to start on its address."""
+
+
 class LinkOwner(Protocol):
     """Who is told what a link hears: the sender or the receiver."""
 
@@ -224,6 +228,16 @@ class Link:
         self._open.pop(key, None)
         self._stop_beating()
 
+    @property
+    def fresh(self) -> bool:
+        """The peer was heard of so recently that no other process can have taken its place."""
+        return self._clock.now() - self.last_heard <= FRESH_S
+
+    def ask(self) -> None:
+        """Ping the peer once: whoever is at its address answers."""
+        self._pings += 1
+        self.send(Ping(number=self._pings, rooms=len(self._open), oldest_ms=self._oldest_ms()))
+
     def watch(self, *, on: bool) -> None:
         """Ping the peer also without a room: somebody waits for its word, or for the news that it is gone."""
         self._watched = on
@@ -262,8 +276,7 @@ class Link:
             self._owner.counters["reconnects"] += 1
             self._wire.reconnect()
         if self.up:
-            self._pings += 1
-            self.send(Ping(number=self._pings, rooms=len(self._open), oldest_ms=self._oldest_ms()))
+            self.ask()
         if self._needed:
             self._keep_beating()
 
