@@ -99,7 +99,8 @@ class Receiver:
             owner=self,
         )
         self.rollover = EngineRollover(self, make_engine)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """In the order of their start: a simulated run must not depend on addresses."""
         self._stopping: AbortedError | None = None
 
     async def stop(self, reason: str = "the decode worker is shutting down") -> None:
@@ -120,8 +121,8 @@ class Receiver:
     def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine and keep it alive until it is done."""
         task = self.loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     # -- engine and quarantine -----------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class _Fenced:
 
     session: Session
     ports: HeldPorts
-    awaited: set[Link]
+    awaited: dict[Link, None]
     """Peers that have not said that they are done with it."""
 
 
@@ -127,7 +127,7 @@ class EngineRollover:
 
     def _stop_awaiting(self, link: Link, engines: list[_Fenced]) -> None:
         for fenced in engines:
-            fenced.awaited.discard(link)
+            fenced.awaited.pop(link, None)
         link.watch(on=any(link in fenced.awaited for fenced in self._fenced))
         self._check_acked()
 
@@ -204,7 +204,7 @@ class EngineRollover:
         receiver = self._receiver
         self.fences += 1
         ports = HeldPorts(receiver.loop, self._old.ports)
-        awaited = {link for link in receiver.dialer.links.values() if link.up}
+        awaited = {link: None for link in receiver.dialer.links.values() if link.up}
         self._fenced.append(_Fenced(self._old.session, ports, awaited))
         receiver.fenced(self._old.session)
         for link in awaited:  # one that ends without a word is noticed only while it is asked

@@ -100,7 +100,8 @@ class Sender:
         self.sessions = Sessions(self, self._contacts)
         self.planner = GroupPlanner(self.page_buffers, config, self.sessions.slowest)
         self.reception = Reception(self, me, network, self._contacts, rng)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """In the order of their start: a simulated run must not depend on addresses."""
         self._stopping: AbortedError | None = None
         pacer.add(engine)
         pacer.add(self._watcher)
@@ -133,8 +134,8 @@ class Sender:
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     def watch(self, event: Event) -> asyncio.Future[None]:
