@@ -19,6 +19,7 @@ from scripts.benchmarks.pools import Request, Shape
 from scripts.benchmarks.rig import Rig, next_generation
 
 BIG_ROOMS = 10
+MOST_STORMS = 60
 SMALL_PAGES = 8
 """Pages that one-page rooms take in turn."""
 
@@ -85,7 +86,9 @@ class Storm:
         """Milliseconds of one-page rooms while all big rooms are under way."""
         found: list[float] = []
         number = 0
-        while len(found) < self._size.rooms:
+        for _ in range(MOST_STORMS):
+            if len(found) == self._size.rooms:
+                return found
             self._start()
             while len(found) < self._size.rooms:
                 milliseconds = _one_page(self._rig, self._size, number)
@@ -93,7 +96,7 @@ class Storm:
                     break
                 found.append(milliseconds)
                 number += 1
-        return found
+        raise RuntimeError("the big rooms are over too soon: they must be larger")
 
     def _start(self) -> None:
         self.end()

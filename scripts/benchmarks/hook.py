@@ -32,7 +32,10 @@ WARM_UP = 3
 
 
 def run(quick: bool) -> list[Figure]:
-    passes = 15 if quick else 60
+    return measure(15 if quick else 60)
+
+
+def measure(passes: int) -> list[Figure]:
     plain: dict[int, list[float]] = {}
     boundary: dict[int, list[float]] = {}
     for count in CHUNKS:
@@ -91,7 +94,7 @@ def _against_pool(passes: int) -> tuple[list[float], list[float]]:
     ours: list[float] = []
     theirs: list[float] = []
     pool = _IdlePool()
-    contexts = [Context((([], [], []),) * (LAYERS // GROUP), b"") for _ in range(POOL_CHUNKS)]
+    contexts = [Context(number, (([], [], []),) * (LAYERS // GROUP), b"") for number in range(POOL_CHUNKS)]
     with EmbeddedLoop(Config(layer_group=GROUP)) as loop:
         prefill = _start(loop)
         for number in range(passes + WARM_UP):

@@ -123,7 +123,7 @@ def _verified(
 ) -> Exposed:
     rig.refresh()
     done = rig.kvferry(asked, compute) if sender is None else rig.baseline(sender, rig.renamed(passes), compute)
-    rig.verify(asked)
+    rig.verify(asked, sent_by=type(sender or rig.side).__name__)
     return done
 
 

@@ -32,6 +32,7 @@ from scripts.benchmarks.usage import our_cpu_s
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv-peers"
+STAMP = VENV / ".made-for"
 PEER = "sglang==0.5.23"
 NEEDED = ("torch", "numpy", "pyzmq", "requests", "aiohttp", "msgspec", "psutil", "mooncake-transfer-engine-non-cuda")
 CHUNKS = 8
@@ -54,8 +55,7 @@ def run(quick: bool) -> list[Figure]:
 
 def prepare() -> None:
     """Make the peers' environment unless it is there."""
-    stamp = VENV / ".made-for"
-    if stamp.exists() and stamp.read_text() == PEER:
+    if made():
         return
     print(f"making {VENV.name} with {PEER} (minutes)", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
@@ -64,7 +64,11 @@ def prepare() -> None:
     constraints = ["--constraint", str(ROOT / "scripts" / "constraints.txt")]
     subprocess.run([*install, *constraints, *NEEDED, "prometheus-client"], check=True, stdout=subprocess.DEVNULL)
     subprocess.run([*install, "--no-deps", PEER], check=True, stdout=subprocess.DEVNULL)
-    stamp.write_text(PEER)
+    STAMP.write_text(PEER)
+
+
+def made() -> bool:
+    return STAMP.exists() and STAMP.read_text() == PEER
 
 
 class SglangSide:
@@ -107,14 +111,14 @@ class SglangSide:
         return self._process.stdout.readline().strip()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with self._process:  # closes the pipes, waits
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            try:
+                self._process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
     def __enter__(self) -> Self:
         return self

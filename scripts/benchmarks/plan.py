@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,11 @@ SLICE_MS = 2.0
 
 
 def run(quick: bool) -> list[Figure]:
-    runs = 30 if quick else 200
+    return measure(30, GROWTH, (TOKENS,)) if quick else measure(200, GROWTH, (TOKENS, GROWTH[-1]))
+
+
+def measure(runs: int, growth: Sequence[int], slices: Sequence[int]) -> list[Figure]:
+    """``growth`` and ``slices`` are tokens."""
     figures = [
         bounded(
             "plan",
@@ -51,10 +55,9 @@ def run(quick: bool) -> list[Figure]:
             "ns",
             [ms * 1e6 / tokens for ms in _plan_ms(tokens, 1, max(5, runs // 10))],
         )
-        for tokens in GROWTH
+        for tokens in growth
     ]
-    sizes = (TOKENS,) if quick else (TOKENS, GROWTH[-1])
-    return figures + [longest_slice(tokens, 1) for tokens in sizes]
+    return figures + [longest_slice(tokens, 1) for tokens in slices]
 
 
 def _plan_ms(tokens: int, page_size: int, runs: int) -> list[float]:

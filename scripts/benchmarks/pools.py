@@ -113,12 +113,13 @@ class SharedPool:
             else:
                 words[pages] ^= word
 
-    def differences(self, other: SharedPool, mine: Ints, theirs: Ints) -> int:
-        """How many (buffer, page) pairs of ours ``other`` does not hold byte for byte."""
-        wrong = 0
-        for source, target in zip(self.body, other.body, strict=True):
+    def differences(self, other: SharedPool, mine: Ints, theirs: Ints) -> list[tuple[int, int]]:
+        """The (buffer, index into the page lists) pairs of ours that ``other`` does not hold byte for byte."""
+        wrong: list[tuple[int, int]] = []
+        for number, (source, target) in enumerate(zip(self.body, other.body, strict=True)):
             if not np.array_equal(source[mine], target[theirs]):
-                wrong += int((source[mine] != target[theirs]).any(axis=1).sum())
+                differing = np.flatnonzero((source[mine] != target[theirs]).any(axis=1))
+                wrong += [(number, index) for index in differing.tolist()]
         return wrong
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -184,9 +184,8 @@ class Rig:
                 part = slice(first, request.cuts[number])
                 last = number == len(request.cuts) - 1
                 notice = b"%d/%d" % (request.number, next(_generations)) if last else b""
-                contexts.append(
-                    Context(tuple(as_ints(self.blocks(request, chosen, part)) for chosen in groups), notice)
-                )
+                blocks = tuple(as_ints(self.blocks(request, chosen, part)) for chosen in groups)
+                contexts.append(Context(request.number, blocks, notice))
             passes.append(contexts)
         return passes
 
@@ -194,7 +193,7 @@ class Rig:
         """The same passes under names that were not announced yet."""
         return [
             [
-                Context(context.groups, b"again/%d" % next(_generations) if context.notice else b"")
+                replace(context, notice=b"again/%d" % next(_generations) if context.notice else b"")
                 for context in contexts
             ]
             for contexts in passes
@@ -210,12 +209,15 @@ class Rig:
         """The same for a few pages."""
         self.source.refresh(self.rng, pages)
 
-    def verify(self, asked: Sequence[Request], *, decode: int = 0) -> None:
+    def verify(self, asked: Sequence[Request], *, decode: int = 0, sent_by: str = "kvferry") -> None:
         """Raise WrongBytesError unless the decode holds every byte of these requests."""
         for request in asked:
             wrong = self.source.differences(self.targets[decode], request.source, request.target)
             if wrong:
-                raise WrongBytesError(f"{wrong} pages of request {request.number} hold other bytes than the source")
+                raise WrongBytesError(
+                    f"sent by {sent_by}: {len(wrong)} of {len(request.source) * self.shape.buffers} (buffer, page) "
+                    f"pairs of request {request.number} hold other bytes than the source, the first at {wrong[:8]}"
+                )
 
     def close(self) -> None:
         self._stack.close()

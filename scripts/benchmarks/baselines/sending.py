@@ -18,9 +18,10 @@ ECHO = b"echo"
 class Context:
     """One chunk of one request in one forward: its blocks by layer group, planned before the forward starts."""
 
+    request: int
     groups: tuple[Ints, ...]
     notice: bytes
-    """What to announce when all of it has landed; empty unless it is the request's last chunk."""
+    """What to announce when all of the request has landed; empty unless this is its last chunk."""
 
 
 class Sender(Protocol):

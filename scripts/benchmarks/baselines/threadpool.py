@@ -35,13 +35,36 @@ class HostEvent:
         return None
 
 
+class _Request:
+    """How many contexts of a request have not landed, and what to announce when none is left."""
+
+    __slots__ = ("contexts", "lock", "notice")
+
+    def __init__(self) -> None:
+        self.contexts = 0
+        self.notice = b""
+        self.lock = threading.Lock()
+
+    def opened(self, context: Context) -> None:
+        with self.lock:
+            self.contexts += 1
+            self.notice = context.notice
+
+    def landed(self) -> bytes:
+        """One more context has landed. The notice, if that was the last of the request."""
+        with self.lock:
+            self.contexts -= 1
+            return b"" if self.contexts else self.notice
+
+
 class _Progress:
     """Where one context stands."""
 
-    __slots__ = ("context", "idents", "left", "lock")
+    __slots__ = ("context", "idents", "left", "lock", "request")
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, request: _Request) -> None:
         self.context = context
+        self.request = request
         self.left = len(context.groups)
         self.idents: list[int] = []
         self.lock = threading.Lock()
@@ -73,6 +96,7 @@ class ThreadPool:
         self._record = record
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._batch: list[_Progress] = []
+        self._requests: dict[int, _Request] = {}
         self.failures: list[Exception] = []
         self._threads = [
             threading.Thread(target=self._work, name=f"pool-{number}", daemon=True) for number in range(WORKERS)
@@ -83,7 +107,11 @@ class ThreadPool:
     # -- forward thread ------------------------------------------------------------------------------------------
 
     def begin(self, contexts: Sequence[Context]) -> None:
-        self._batch = [_Progress(context) for context in contexts]
+        self._batch = []
+        for context in contexts:
+            request = self._requests.setdefault(context.request, _Request())
+            request.opened(context)
+            self._batch.append(_Progress(context, request))
 
     def layer_end(self, layer: int) -> None:
         done = layer + 1
@@ -124,8 +152,9 @@ class ThreadPool:
             last = progress.left == 0
         if last:
             self._engine.wait_spinning(progress.idents)
-            if progress.context.notice:
-                self._announce(progress.context.notice)
+            notice = progress.request.landed()
+            if notice:
+                self._announce(notice)
 
     def close(self) -> None:
         for _ in self._threads:
