@@ -213,8 +213,7 @@ class Sender:
     def room_ended(self, room: PrefillRoom) -> None:
         """The room is over and drained: remember the verdict, log it, count it."""
         acks = {bytes(peer): d.abort_ack(room.key) for peer, d in room.destinations.items() if room.outcome.failed}
-        doubtful = any(destination.in_doubt for destination in room.destinations.values())
-        self.sessions.note_doubt(room)
+        doubtful = self.sessions.note_doubt(room)
         self.pins.unpin(room.key)
         self.kept.release(room)
         named_by = "" if room.chunks else next((d.link.account for d in room.destinations.values()), "")

@@ -52,11 +52,19 @@ class Sessions:
         known = [lane.model for lane in self.lanes.values() if lane.model.known]
         return max((model.costs().seconds(nbytes, blocks, 0) for model in known), default=None)
 
-    def note_doubt(self, room: PrefillRoom) -> None:
-        """An ended room left units in doubt: its verdict is remembered until they are fenced."""
+    def note_doubt(self, room: PrefillRoom) -> bool:
+        """An ended room left units in doubt: its verdict is remembered until they are fenced, or until the peer that
+        could ask is gone. True if it must be."""
+        doubtful = False
         for peer, destination in room.destinations.items():
-            if destination.in_doubt:
+            if destination.in_doubt and not destination.link.closed:
                 self._doubtful.setdefault((peer, destination.session), set()).add(room.key)
+                doubtful = True
+        return doubtful
+
+    def _settle(self, peer: Incarnation, session: Session) -> None:
+        for key in self._doubtful.pop((peer, session), ()):
+            self._sender.rooms.settle(key, bytes(peer))
 
     def on_rollover(self, link: Link, message: Rollover) -> None:
         """First: offers name the new session from now on; the old one's rooms may finish until the deadline. Second,
@@ -66,14 +74,18 @@ class Sessions:
             self._begin(link, old, message)
             return
         self._end(link, old)
-        for key in self._doubtful.pop((link.peer, old), ()):
-            self._sender.rooms.settle(key, bytes(link.peer))
+        self._settle(link.peer, old)
         # Only its own: the lane of a session that is another worker's goes on.
         lane = self.lanes.pop(old, None) if self._guests.owns(old, link.peer) else None
         if lane is None:
             link.post(RolloverAck(session=old))
         else:
-            lane.when_idle(lambda: link.post(RolloverAck(session=old)))
+            lane.when_idle(lambda: self._finished(link, old))
+
+    def _finished(self, link: Link, old: Session) -> None:
+        """The last task of a deleted engine's session is terminal: what ended in doubt meanwhile is fenced as well."""
+        self._settle(link.peer, old)
+        link.post(RolloverAck(session=old))
 
     def _begin(self, link: Link, old: Session, message: Rollover) -> None:
         """Raises RefusedError for a session that another worker, still here, has, and for what Hello would refuse."""
@@ -102,6 +114,9 @@ class Sessions:
         _, timer = self._ending.pop(link.peer, (None, None))
         if timer is not None:
             timer.cancel()
+        for peer, doubted in list(self._doubtful):
+            if peer == link.peer:  # a peer that loses its link holds what it offered for in doubt without being told
+                self._settle(peer, doubted)
         session = Session(link.hello.session) if link.hello is not None else None
         lane = self.lanes.get(session) if session is not None else None
         if session is not None and lane is not None and self._guests.owns(session, link.peer):

@@ -38,9 +38,9 @@ class Scene:
         self._pool = Pool(seed=1)
         self.prefill: Prefill
 
-    async def start(self, bind: str = "tcp://127.0.0.1:0") -> None:
+    async def start(self, config: Config, bind: str = "tcp://127.0.0.1:0") -> None:
         node = await self._stack.enter_async_context(Node(network=self.network))
-        self.prefill = node.start_prefill(SimEngine(self.fabric, "P"), self._pool.layout, bind, CONFIG)
+        self.prefill = node.start_prefill(SimEngine(self.fabric, "P"), self._pool.layout, bind, config)
 
     async def crash_and_restart(self) -> None:
         """The prefill's process ends without a word, and another listens on its address."""
@@ -48,7 +48,7 @@ class Scene:
         assert listener is not None
         listener.close()
         listener.dealers.clear()
-        await self.start(self.prefill.address)
+        await self.start(CONFIG, self.prefill.address)
 
     async def decode(self, port: int, then: int, config: Config = CONFIG) -> tuple[Node, Decode]:
         """A decode whose engine has ``port``, and ``then`` after a rollover."""
@@ -72,10 +72,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def a_scene() -> AsyncIterator[Scene]:
+async def a_scene(config: Config = CONFIG) -> AsyncIterator[Scene]:
     async with AsyncExitStack() as stack:
         scene = Scene(stack)
-        await scene.start()
+        await scene.start(config)
         yield scene
 
 
@@ -183,3 +183,24 @@ async def test_a_rollover_whose_engine_cannot_be_made_is_tried_again() -> None:
         scene.fabric.release_ports([2])
         await until(lambda: rollover.fences == 1)
         assert await ended(scene.expect(decode, 2))
+
+
+async def test_doubt_is_forgotten_with_the_decode_that_could_ask() -> None:
+    """Seed 0: a verdict in doubt outlived its destination, one for ever with every restarted decode."""
+    async with a_scene(replace(CONFIG, tombstone_s=0.2, drain_timeout_s=0.2)) as scene:
+        node, decode = await scene.decode(port=1, then=2)
+        assert await ended(scene.expect(decode, 1))
+        scene.fabric.faults.ack_lost = 1.0
+        assert not await ended(scene.expect(decode, 2))
+        scene.fabric.faults.ack_lost = 0.0
+        rooms = scene.prefill._sender.rooms
+        await asyncio.sleep(0.3)
+        rooms.forget_expired()
+        assert rooms.remembered == 1
+        await node.stop()
+
+        def forgotten() -> bool:
+            rooms.forget_expired()
+            return rooms.remembered == 0
+
+        await until(forgotten)
