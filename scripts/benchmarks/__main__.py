@@ -65,13 +65,19 @@ def run_all(quick: bool) -> tuple[list[figures.Figure], bool]:
             file = Path(folder) / f"{name}.json"
             command = [sys.executable, "-m", "scripts.benchmarks", name, "--json", str(file)]
             child = subprocess.run(
-                command + ["--quick"] * quick, stdout=subprocess.DEVNULL, timeout=BENCH_SECONDS, check=False
+                command + ["--quick"] * quick,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=BENCH_SECONDS,
+                check=False,
             )
             good = child.returncode == 0 and file.exists()
             worked = worked and good
             print(f"{time.monotonic() - start:.0f} s" if good else f"FAILED ({child.returncode})", file=sys.stderr)
             if good:
                 found += figures.read(file)
+            else:
+                print(child.stderr.decode(errors="replace"), file=sys.stderr)
     return found, worked
 
 

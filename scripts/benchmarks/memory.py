@@ -84,7 +84,7 @@ async def _course(rooms: int) -> Course:
     needed = AT_ONCE * PAGES
     source = Pool(pages=needed, layers=4, drafts=1, page_size=PAGE_SIZE, seed=1)
     target = Pool(pages=needed, layers=4, drafts=1, page_size=PAGE_SIZE)
-    config = Config(tombstone_s=TOMBSTONE_S)
+    config = Config(tombstone_s=TOMBSTONE_S, layer_group=4)
     async with Cluster(prefills=[source], decodes=[target], config=config, digest=False) as cluster:
         for number in range(10):
             await _batch(cluster, source, target, number * AT_ONCE)
