@@ -24,7 +24,6 @@ from protocols.ids import Incarnation, RoomKey
 from protocols.layout import MAX_NATURAL
 from protocols.messages import UNSEQUENCED, AnyMessage, Envelope, Hello, Ping, Pong
 
-
 FRESH_S = 0.1
 """Shorter than any process takes to end and another to start on its address."""
 
