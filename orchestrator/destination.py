@@ -60,6 +60,8 @@ class Destination:
         self.blocks = 0
         self.committed = False
         self.in_doubt: list[tuple[Blocks, list[int]]] = []
+        self.fenced = False
+        """The engine of its session was deleted: what is in doubt cannot land any more."""
         self._layout = layout
         self._pairs = {pair.src.id: pair for pair in pairs}
         self._open: set[Handover] = set()
@@ -160,7 +162,10 @@ class Destination:
             self.lane.stop(key)
 
     def abort_ack(self, key: RoomKey) -> AbortAck:
-        """What is not quiet here: FAILED blocks are in doubt, blocks still running are unknown; the rest is quiet."""
+        """What is not quiet here: FAILED blocks are in doubt, blocks still running are unknown; the rest is quiet, and
+        all of it once the session is fenced."""
+        if self.fenced:
+            return AbortAck(room=key.room, gen=key.gen, session=self.session)
         in_doubt = [units_at(self._layout, blocks, indices) for blocks, indices in self.in_doubt]
         unknown = []
         for handover in self._open:

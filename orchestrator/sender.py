@@ -212,7 +212,8 @@ class Sender:
 
     def room_ended(self, room: PrefillRoom) -> None:
         """The room is over and drained: remember the verdict, log it, count it."""
-        acks = {bytes(peer): d.abort_ack(room.key) for peer, d in room.destinations.items() if room.outcome.failed}
+        asking = {peer: d for peer, d in room.destinations.items() if room.outcome.failed and not d.link.closed}
+        acks = {bytes(peer): destination.abort_ack(room.key) for peer, destination in asking.items()}
         doubtful = self.sessions.note_doubt(room)
         self.pins.unpin(room.key)
         self.kept.release(room)

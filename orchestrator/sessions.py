@@ -17,6 +17,7 @@ from protocols.layout import pair_layouts
 from protocols.messages import Rollover, RolloverAck
 
 if TYPE_CHECKING:
+    from orchestrator.destination import Destination
     from orchestrator.prefill_room import PrefillRoom
     from orchestrator.sender import Sender
 
@@ -57,7 +58,7 @@ class Sessions:
         could ask is gone. True if it must be."""
         doubtful = False
         for peer, destination in room.destinations.items():
-            if destination.in_doubt and not destination.link.closed:
+            if destination.in_doubt and not destination.fenced and not destination.link.closed:
                 self._doubtful.setdefault((peer, destination.session), set()).add(room.key)
                 doubtful = True
         return doubtful
@@ -75,17 +76,14 @@ class Sessions:
             return
         self._end(link, old)
         self._settle(link.peer, old)
+        for _, destination in self._users(link, old):
+            destination.fenced = True
         # Only its own: the lane of a session that is another worker's goes on.
         lane = self.lanes.pop(old, None) if self._guests.owns(old, link.peer) else None
         if lane is None:
             link.post(RolloverAck(session=old))
         else:
-            lane.when_idle(lambda: self._finished(link, old))
-
-    def _finished(self, link: Link, old: Session) -> None:
-        """The last task of a deleted engine's session is terminal: what ended in doubt meanwhile is fenced as well."""
-        self._settle(link.peer, old)
-        link.post(RolloverAck(session=old))
+            lane.when_idle(lambda: link.post(RolloverAck(session=old)))
 
     def _begin(self, link: Link, old: Session, message: Rollover) -> None:
         """Raises RefusedError for a session that another worker, still here, has, and for what Hello would refuse."""
@@ -130,7 +128,10 @@ class Sessions:
             del self.lanes[session]
 
     def _end(self, link: Link, session: Session) -> None:
-        for room in self._sender.rooms:
-            destination = room.destinations.get(link.peer)
-            if destination is not None and destination.session == session:
-                room.fail(TransferError("the decode's engine was rolled over", session=session))
+        for room, _ in self._users(link, session):
+            room.fail(TransferError("the decode's engine was rolled over", session=session))
+
+    def _users(self, link: Link, session: Session) -> list[tuple[PrefillRoom, Destination]]:
+        """Rooms that write, or wrote, to this session of the peer."""
+        pairs = [(room, room.destinations.get(link.peer)) for room in self._sender.rooms]
+        return [(room, d) for room, d in pairs if d is not None and d.session == session]

@@ -21,6 +21,7 @@ from orchestrator.testing.network import MemoryNetwork
 from orchestrator.testing.pool import Pool
 from orchestrator.testing.simengine import SimEngine
 from orchestrator.testing.simfabric import SimFabric
+from orchestrator.testing.simflight import EngineFaults
 from protocols.codec import decode_envelope
 from protocols.errors import BusyError
 from protocols.machines import RolloverState
@@ -65,10 +66,13 @@ class Scene:
 
     def expect(self, decode: Decode, room: int) -> RoomHandle:
         handle = decode.expect(room, 1, [self.prefill.address], np.array([4, 5]), total_tokens=8, aux_slot=0)
+        self.compute(room)
+        return handle
+
+    def compute(self, room: int) -> None:
         with self.prefill.begin_forward([ChunkSpec(room=room, gen=1, pages=[2, 3], last=True, aux_slot=0)]) as forward:
             for layer in range(4):
                 forward.layer_end(layer)
-        return handle
 
 
 @asynccontextmanager
@@ -202,5 +206,35 @@ async def test_doubt_is_forgotten_with_the_decode_that_could_ask() -> None:
         def forgotten() -> bool:
             rooms.forget_expired()
             return rooms.remembered == 0
+
+        await until(forgotten)
+
+
+async def test_doubt_of_a_fenced_session_is_not_noted_when_its_room_drains_later() -> None:
+    """Seed 52: the second Rollover came while a room of two destinations was still drained at the other one."""
+    async with a_scene(replace(CONFIG, tombstone_s=0.2, drain_timeout_s=0.2)) as scene:
+        _, first = await scene.decode(port=1, then=2)
+        _, second = await scene.decode(port=3, then=4)
+        for number, decode in enumerate((first, second), 1):
+            assert await ended(scene.expect(decode, number))
+        scene.fabric.faults = EngineFaults(stuck=1.0)
+        address = scene.prefill.address
+        both = [
+            decode.expect(9, 1, [address], np.array([4, 5]), total_tokens=8, aux_slot=0, destinations=2)
+            for decode in (first, second)
+        ]
+        scene.compute(9)
+        lanes = scene.prefill._sender.sessions.lanes
+        await until(lambda: len(lanes) == 2 and not any(lane.idle for lane in lanes.values()))
+        scene.fabric.faults = EngineFaults()
+        both[0].abort()
+        for decode in (first, second):
+            decode.roll_over()
+            await until(lambda decode=decode: decode._receiver.rollover.fences == 1)  # type: ignore[misc]
+        rooms = scene.prefill._sender.rooms
+
+        def forgotten() -> bool:
+            rooms.forget_expired()
+            return len(rooms) + rooms.remembered == 0
 
         await until(forgotten)
