@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.decode import RoomHandle
 from orchestrator.outcome import Outcome, RoomStatus
+from orchestrator.registry import Registry
 from orchestrator.testing.oracle import Grant, Unit
 from orchestrator.testing.simhost import AUX_SLOTS, STATE_ROWS, Life
 from orchestrator.testing.simplan import DECODE_PAGES, PAGE_SIZE, RoomPlan
@@ -194,6 +195,10 @@ class DecodeWorker:
             if not job.ended
         ]
 
+    def remembered(self) -> list[str]:
+        """Verdicts and outcomes whose time is over."""
+        return remembered(self.life.name, self.face._receiver.rooms)
+
     def left(self) -> list[str]:
         """What is in the books, quarantine aside (V8)."""
         receiver = self.face._receiver
@@ -209,3 +214,10 @@ class DecodeWorker:
             if not job.units_free and RoomKey(*job.plan.key) not in quarantined
         ]
         return [f"{self.life.name}: {line}" for line in lines]
+
+
+def remembered(who: str, rooms: Registry[Any]) -> list[str]:
+    """What a registry still knows although every tombstone has expired."""
+    rooms.forget_expired()
+    lines = [f"{who}: {rooms.remembered} verdicts"] if rooms.remembered else []
+    return lines + [f"{who}: the outcome of room {key}" for key in rooms._outcomes]

@@ -35,6 +35,7 @@ from orchestrator.testing.simplan import (
     Workload,
 )
 from orchestrator.testing.virtual import START, Domain, SimClock, VirtualLoop
+from protocols.errors import BusyError
 
 ITEM_BYTES = 8
 AUX_SLOTS = 12
@@ -54,6 +55,7 @@ SCALE: dict[str, Any] = {
     "ping_interval_s": 0.5,
     "silence_s": 2.5,
     "rollover_timeout_s": 1.5,
+    "tombstone_s": 120.0,
 }
 """Deadlines of a simulated world (seconds): in the product's proportions, short enough to be met in every run."""
 
@@ -113,6 +115,8 @@ class World:
         self.fabric = SimFabric(loop, workload.seed * 3 + 2, workload.engine)
         self.oracle = Oracle(self.fabric, self.elapsed, self.record)
         self.counts: dict[str, int] = dict.fromkeys(("ok", "failed", "aborts", "crashes", "rollovers"), 0)
+        self.calm = False
+        """Nothing goes wrong any more."""
         self.rooms: set[int] = set()
         """Numbers of the plans that a side was told of."""
         self.prefills = [Host(self, f"P{n}", self._group_of(n)) for n in range(workload.prefills)]
@@ -146,6 +150,8 @@ class Host:
         self.group = group
         self.address = f"tcp://{name}:7000"
         self.life: Life | None = None
+        self.gone = False
+        """Nobody comes back here."""
         self.lives: list[Life] = []
         self.first_port = FIRST_PORT + PORTS_PER_HOST * (2 * int(name[1:]) + (group is None))
         self.ports: list[int] = []
@@ -177,7 +183,7 @@ class Life:
         self.device = SimDevice(world.loop, Domain(f"{self.name}/device"))
         self.memory = Memory(_make_pool(host.group, host.name))
         self.side = world.oracle.side(self.domain, self.name, self.memory)
-        self.config = Config(name=host.name, **SCALE, **world.workload.config)
+        self.config = Config(name=host.name if world.workload.named else "", **SCALE, **world.workload.config)
         self.node: Node | None = None
         self.prefill: Prefill | None = None
         self.decode: Decode | None = None
@@ -209,6 +215,8 @@ class Life:
 
     def _make_engine(self) -> SimEngine:
         fabric = self.world.fabric
+        if self.engines and not self.world.calm and self.rng.random() < self.world.workload.no_engine:
+            raise BusyError("no engine can be made now")
         port = self._choose_port()
         engine = SimEngine(fabric, self.host.name, domain=self.domain, io=self.io, port=port, limits=LIMITS)
         self.engines.append(engine)

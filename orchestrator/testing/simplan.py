@@ -113,6 +113,8 @@ class FaultPlan:
     seconds: float = 0.0
     one_way: bool = False
     mode: Literal["hold", "drop"] = "hold"
+    for_good: bool = False
+    """A crash after which nobody comes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,10 @@ class Workload:
     engine: EngineFaults = field(default_factory=EngineFaults)
     reuse_ports: bool = True
     """A restarted process, or a rolled-over one whose old ports were let go, may get a port that it had."""
+    no_engine: float = 0.0
+    """How likely another engine cannot be made for a rollover."""
+    named: bool = True
+    """Workers have stable names, so that a restarted one is recognised as its predecessor's successor."""
 
     @property
     def prefills(self) -> int:
@@ -160,5 +166,5 @@ def _describe_room(room: RoomPlan) -> str:
 
 def _describe_fault(fault: FaultPlan) -> str:
     text = f"{fault.kind} {fault.host}{'–' + fault.other if fault.other else ''}"
-    text += f" for {fault.seconds:.3f} s" if fault.seconds else ""
+    text += " for good" if fault.for_good else f" for {fault.seconds:.3f} s" if fault.seconds else ""
     return text + (f" ({'one way, ' if fault.one_way else ''}{fault.mode})" if fault.kind == "partition" else "")

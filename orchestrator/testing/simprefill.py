@@ -16,7 +16,7 @@ from orchestrator.outcome import Outcome, RoomStatus
 from orchestrator.pages.ownership import owned
 from orchestrator.pages.ranges import Range, chunk_ranges
 from orchestrator.testing.oracle import Grant, Unit
-from orchestrator.testing.simdecode import UnitPool
+from orchestrator.testing.simdecode import UnitPool, remembered
 from orchestrator.testing.simhost import AUX_SLOTS, STATE_ROWS, Life
 from orchestrator.testing.simmemory import POISON_TOKEN, Item
 from orchestrator.testing.simplan import LAYERS, PAGE_SIZE, PREFILL_PAGES, PassPlan, RoomPlan
@@ -305,6 +305,10 @@ class PrefillWorker:
             for job in self.jobs
             if job.outcome is not None and not job.outcome.status.ended
         ]
+
+    def remembered(self) -> list[str]:
+        """Verdicts and outcomes whose time is over."""
+        return remembered(self.life.name, self.face._sender.rooms)
 
     def left(self) -> list[str]:
         """What is in the books (V8), unless a block of ours never gets a verdict: what it pins stays pinned."""

@@ -34,6 +34,8 @@ from orchestrator.testing.workload import probe_rooms
 
 SETTLE_S = SCALE["room_timeout_s"] + SCALE["commit_timeout_s"] + 4 * SCALE["drain_timeout_s"] + 4.0
 """Once nothing goes wrong any more, every room must have ended after this (virtual seconds)."""
+QUIET_S = 15.0
+"""What was to be said has been said and acknowledged after this (virtual seconds)."""
 PROBE_ROUNDS = 4
 FIRST_PROBE = 60000
 LONGEST_POLL_S = 0.25
@@ -206,6 +208,7 @@ class Simulation:
         await self._empty_quarantine()
         await self._probe()
         await self._settle("V8 books do not balance", "left", SETTLE_S)
+        await self._rest()
         await self._leave()
 
     def _at(self, when: float, function: Callable[..., object], *args: object) -> None:
@@ -243,6 +246,7 @@ class Simulation:
             case "crash" if host.alive and host.life is not None:
                 world.counts["crashes"] += 1
                 host.life.kill()
+                host.gone = host.gone or fault.for_good
                 self._at(fault.seconds, self._restart, host)
             case "leave" if host.alive and host.life is not None:
                 host.life.leave()
@@ -273,6 +277,8 @@ class Simulation:
                 return  # the host is down
 
     def _restart(self, host: Host) -> None:
+        if host.gone:
+            return
         if not host.alive:
             host.start(self._begin)
         elif host.life is not None and host.life.leaving:
@@ -282,6 +288,7 @@ class Simulation:
         """Nothing goes wrong from now on."""
         world = self.world
         world.record("WORLD", "is healed")
+        world.calm = True
         names = [host.name for host in world.hosts]
         for first in names:
             for second in names:
@@ -337,8 +344,9 @@ class Simulation:
 
     async def _probe(self) -> None:
         """Every decode and every group must work again, after a failed room or three at most."""
-        missing = probe_rooms(self._plan, FIRST_PROBE, len(self._plan.rooms), 0.0)
-        number = FIRST_PROBE + len(missing)
+        probes = probe_rooms(self._plan, FIRST_PROBE)
+        missing = [room for room in probes if not any(host.gone for host in self._hosts_of(room))]
+        number = FIRST_PROBE + len(probes)
         for _ in range(PROBE_ROUNDS):
             for room in missing:
                 self._begin_room(room)
@@ -353,11 +361,34 @@ class Simulation:
         for room in missing:
             self.world.oracle.violate("dead: no room succeeds any more", f"group {room.group} to D{room.decodes[0]}")
 
+    def _hosts_of(self, room: RoomPlan) -> list[Host]:
+        decodes = [self.world.decodes[number] for number in room.decodes]
+        return decodes + [self.world.prefills[number] for number in self._plan.groups[room.group].prefills]
+
     def _succeeded(self, room: RoomPlan) -> bool:
         life = self.world.decodes[room.decodes[0]].life
         return life is not None and any(
             job.plan.key == room.key and job.status == "SUCCESS" for job in life.worker.jobs
         )
+
+    async def _rest(self) -> None:
+        """With nothing to do a process sends nothing and waits for nothing, and in time it forgets what was (V8)."""
+        world = self.world
+        lost = any(host.gone for host in world.hosts) or (world.counts["crashes"] and not self._plan.named)
+        if lost or self._is_stuck():
+            return  # a peer of which nobody says that it is gone is told again and again, and asked
+        await asyncio.sleep(QUIET_S)
+        frames = world.net.delivered + world.net.lost
+        await asyncio.sleep(SCALE["tombstone_s"] + 1.0)
+        if world.net.delivered + world.net.lost != frames:
+            world.oracle.violate("V8 idle processes talk", render(world.history[-1]))
+        for line in self._each("remembered"):
+            world.oracle.violate("V8 something is remembered", line)
+        for handle in self._loop.timers:
+            world.oracle.violate("V8 a timer is left", repr(handle))
+
+    def _is_stuck(self) -> bool:
+        return any(engine.pending for engine in self.world.fabric.engines if not engine.closed)
 
     async def _leave(self) -> None:
         """All processes leave in order; nothing of them may stay behind."""

@@ -46,6 +46,8 @@ def make_workload(seed: int, *, rooms: int | None = None) -> Workload:
         config=config,
         net=NetFaults() if calm else _make_net(rng),
         engine=EngineFaults(latency_s=(0.001, 0.01)) if calm else _make_engine(rng),
+        no_engine=rng.choice((0.0, 0.0, 0.3)),
+        named=rng.random() < 0.8,
     )
 
 
@@ -217,12 +219,13 @@ def _make_faults(rng: random.Random, groups: tuple[GroupPlan, ...], decodes: int
                 seconds=rng.choice((0.05, 0.5, 1.0, 3.0, 8.0)) * (0.5 + rng.random()),
                 one_way=rng.random() < 0.4,
                 mode=rng.choice(("hold", "drop")),
+                for_good=kind == "crash" and rng.random() < 0.1,
             )
         )
     return tuple(sorted(faults, key=lambda fault: fault.at))
 
 
-def probe_rooms(workload: Workload, first_room: int, number: int, at: float) -> list[RoomPlan]:
+def probe_rooms(workload: Workload, first_room: int) -> list[RoomPlan]:
     """One small room for every decode and group, to show that all work again."""
     plans: list[RoomPlan] = []
     for group in range(len(workload.groups)):
@@ -232,7 +235,7 @@ def probe_rooms(workload: Workload, first_room: int, number: int, at: float) -> 
                     number=first_room + len(plans),
                     room=first_room + len(plans),
                     gen=1,
-                    at=at,
+                    at=0.0,
                     group=group,
                     decodes=(decode,),
                     tokens=3,
