@@ -24,6 +24,7 @@ from orchestrator.testing.pool import POISON, Pool
 from protocols.blocks import Blocks, Ints
 from protocols.errors import MismatchError, TransferError
 from protocols.ids import Session
+from protocols.machines import ChunkState
 from tests.service.scenes import (
     LateModel,
     both_kinds,
@@ -316,11 +317,11 @@ async def test_chunks_conclude_in_send_order_however_they_land(
                 await until(lambda: room.chunks and list(room.chunks.values())[-1].machine.state.name != "REGISTERED")
         free = [n for n in range(8) if n not in held]
         await until(lambda: len(room.chunks) == 8)
-        await until(
-            lambda: all(room.chunks[chunks[n][0].start_token].outstanding == 0 for n in free), "the others have landed"
-        )
+        landed = (ChunkState.LANDED, ChunkState.CONCLUDED)
+        await until(lambda: all(room.chunks[8 * n].machine.state in landed for n in free), "the others have landed")
+        await until(lambda: len(concluded) >= held[0])
         await idle_turns()
-        assert concluded == [(1, 8 * n) for n in range(held[0])]
+        assert concluded == [(1, 8 * n) for n in range(held[0])], "none behind one that is in flight"
         for n in reversed(held):
             assert not cluster.prefill().poll(1).ended
             holds[n].release()
