@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from orchestrator.decode import RoomHandle
 from orchestrator.engines.base import Engine
 from orchestrator.engines.faulty import FaultyEngine, Submission
 from orchestrator.forward import ForwardPass
-from orchestrator.outcome import RoomStatus
 from orchestrator.prefill_room import PrefillRoom
 from orchestrator.sender import Sender
 from orchestrator.testing.cluster import Cluster
@@ -28,7 +27,6 @@ from protocols.ids import RoomKey, Session
 from protocols.layout import Layout
 
 PATIENCE_S = 20.0
-T = TypeVar("T")
 
 both_modes = pytest.mark.parametrize("layerwise", [True, False], ids=["layerwise", "monolithic"])
 both_kinds = pytest.mark.parametrize("kind", ["mha", "mla"])
@@ -114,16 +112,9 @@ def taken(cluster: Cluster, number: int = 0) -> int:
     return receiver.book.taken()
 
 
-def wrapped(engines: list[FaultyEngine] | None = None) -> Callable[[Engine], Engine]:
-    """For ``Cluster(wrap=...)``: a scripted engine without faults, which logs every submission."""
-
-    def wrap(inner: Engine) -> Engine:
-        engine = FaultyEngine(inner)
-        if engines is not None:
-            engines.append(engine)
-        return engine
-
-    return wrap
+def wrapped() -> Callable[[Engine], Engine]:
+    """For ``Cluster(wrap=...)``: an engine that follows a script, empty to begin with, and logs every submission."""
+    return FaultyEngine
 
 
 Item = tuple[str, int, int]
@@ -156,10 +147,6 @@ def expected_items(
 
 def once(items: Iterable[Item]) -> Counter[Item]:
     return Counter(dict.fromkeys(items, 1))
-
-
-def rest_untouched(pool: Pool, pages: Ints) -> bool:
-    return pool.untouched(pages)
 
 
 class LateModel:
@@ -199,7 +186,3 @@ def spec(room: int, pages: Ints, **more: Any) -> ChunkSpec:
     """The only chunk of a room, unless told otherwise."""
     fields: dict[str, Any] = {"room": room, "pages": pages, "last": True}
     return ChunkSpec(**fields | more)
-
-
-def ended(status: RoomStatus) -> bool:
-    return status.ended

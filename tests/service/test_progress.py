@@ -179,7 +179,7 @@ async def test_closed_it_asks_nobody(manual: Manual) -> None:
     assert (pacer.passes, source.asked, manual.closed) == (0, 0, True)
 
 
-@pytest.mark.row("N3", "A4")
+@pytest.mark.row("A4")
 async def test_many_events_are_asked_one_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred groups wait for a device that stands still: each pass asks one event, not a hundred."""
     device, src, dst = FakeDevice(), Pool(layers=100), Pool(layers=100)
@@ -197,7 +197,6 @@ async def test_many_events_are_asked_one_a_stream(monkeypatch: pytest.MonkeyPatc
         await outcomes(cluster, handle)
 
 
-@pytest.mark.row("N3")
 def test_an_idle_process_uses_no_cpu() -> None:
     """Connected, with a transfer behind it, and nothing to do: nobody is asked, nothing is sent, no time is used."""
     fabric, src, dst = LoopbackFabric(), Pool(seed=1), Pool()
