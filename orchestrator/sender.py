@@ -102,7 +102,7 @@ class Sender:
         self.reception = Reception(self, me, network, self._contacts, rng)
         self._tasks: dict[asyncio.Task[None], None] = {}
         """In the order of their start: a simulated run must not depend on addresses."""
-        self._stopping: AbortedError | None = None
+        self.stopping: AbortedError | None = None
         pacer.add(engine)
         pacer.add(self._watcher)
 
@@ -116,9 +116,9 @@ class Sender:
 
     async def stop(self, reason: str = "the prefill worker is shutting down") -> None:
         """Fail what is live, tell every peer, drain for at most `drain_timeout_s`, close."""
-        self._stopping = AbortedError(reason, origin="prefill")
+        self.stopping = AbortedError(reason, origin="prefill")
         for room in self.rooms:
-            room.fail(self._stopping)
+            room.fail(self.stopping)
         deadline = self.clock.now() + self.config.drain_timeout_s
         await wait_until(lambda: not len(self.rooms), self.clock, deadline)
         await self.reception.say_bye()
@@ -196,8 +196,8 @@ class Sender:
             return None
         room = PrefillRoom(self.rooms.open(key), self)
         self.rooms.add(room)
-        if self._stopping is not None:
-            room.outcome.fail(self._stopping)
+        if self.stopping is not None:
+            room.outcome.fail(self.stopping)
         if room.outcome.failed:  # aborted by a thread before the loop heard of it, or too late
             room.fail(room.outcome.error or AbortedError("aborted"))
             return None

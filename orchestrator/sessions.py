@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,12 +79,22 @@ class Sessions:
         self._settle(link.peer, old)
         for _, destination in self._users(link, old):
             destination.fenced = True
-        # Only its own: the lane of a session that is another worker's goes on.
-        lane = self.lanes.pop(old, None) if self._guests.owns(old, link.peer) else None
-        if lane is None:
+        if not self._guests.owns(old, link.peer):  # the lane of a session that is another worker's goes on
             link.post(RolloverAck(session=old))
+            return
+        lane = self.lanes.pop(old, None)
+        if lane is None:
+            self._leave(link, old)
         else:
-            lane.when_idle(lambda: link.post(RolloverAck(session=old)))
+            lane.when_idle(lambda: self._leave(link, old))
+
+    def _leave(self, link: Link, old: Session) -> None:
+        self._sender.start_task(self._disconnect(link, old))
+
+    async def _disconnect(self, link: Link, old: Session) -> None:
+        """The peer hears that we are done with the session when not even a connection to it is left."""
+        await self._sender.engine.disconnect(old)
+        link.post(RolloverAck(session=old))
 
     def _begin(self, link: Link, old: Session, message: Rollover) -> None:
         """Raises RefusedError for a session that another worker, still here, has, and for what Hello would refuse."""
@@ -108,24 +119,35 @@ class Sessions:
             self._end(link, old)
 
     def forget(self, link: Link) -> None:
-        """The peer is gone: so are its timer and, once nothing is in flight, its lane."""
+        """The peer is gone: so are its timer and, once nothing is in flight, its lanes and its engine's connections."""
         _, timer = self._ending.pop(link.peer, (None, None))
         if timer is not None:
             timer.cancel()
         for peer, doubted in list(self._doubtful):
             if peer == link.peer:  # a peer that loses its link holds what it offered for in doubt without being told
                 self._settle(peer, doubted)
-        session = Session(link.hello.session) if link.hello is not None else None
-        lane = self.lanes.get(session) if session is not None else None
-        if session is not None and lane is not None and self._guests.owns(session, link.peer):
-            lane.when_idle(lambda: self._drop(session, lane))
+        mine = {session for session in self.lanes if self._guests.owns(session, link.peer)}
+        if link.hello is not None and self._guests.owns_session_of(link):
+            mine.add(Session(link.hello.session))
+        for session in sorted(mine):
+            lane = self.lanes.get(session)
+            if lane is None:
+                self._drop_soon(session)
+            else:
+                lane.when_idle(partial(self._drop_soon, session))
 
-    def _drop(self, session: Session, lane: Lane) -> None:
+    def _drop_soon(self, session: Session) -> None:
+        """Not at once: its worker may be dialling anew just now."""
+        self._sender.loop.call_soon(self._drop, session)
+
+    def _drop(self, session: Session) -> None:
+        sender, lane = self._sender, self.lanes.get(session)
         in_use = any(
-            link.hello is not None and link.hello.session == session for link in self._sender.reception.links.values()
+            link.hello is not None and link.hello.session == session for link in sender.reception.links.values()
         )
-        if not in_use and self.lanes.get(session) is lane and lane.idle:
-            del self.lanes[session]
+        if not in_use and sender.stopping is None and (lane is None or lane.idle):
+            self.lanes.pop(session, None)
+            sender.start_task(sender.engine.disconnect(session))
 
     def _end(self, link: Link, session: Session) -> None:
         for room, _ in self._users(link, session):

@@ -35,6 +35,10 @@ class Regions:
             raise ConfigError("no memory region is registered at this address", address=address)
         del self._starts[at], self._ends[at]
 
+    def first(self) -> int | None:
+        """The lowest registered address."""
+        return self._starts[0] if self._starts else None
+
     def around(self, address: int) -> tuple[int, int]:
         """The region that holds ``address``, as (first, end); (0, 0) if none does."""
         at = bisect_right(self._starts, address) - 1

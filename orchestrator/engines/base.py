@@ -196,6 +196,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def disconnect(self, session: Session) -> None:
+        """The engine of ``session`` is gone, or nothing will be written to it any more: give back what it holds here.
+
+        Does nothing for a session that is not connected. Afterwards ``submit`` to it needs another ``connect``. Call it
+        with no batch to that session pending. Cancelling it loses nothing but what is not given back yet.
+        """
+        ...
+
     def submit(self, session: Session, blocks: Blocks) -> Batch:
         """Start writing ``blocks`` (at least one, at most ``limits.max_batch_blocks``).
 

@@ -96,6 +96,9 @@ class LoopbackEngine:
             ctypes.memmove(probe.dst, probe.src, 1)
         self._connected.add(session)
 
+    async def disconnect(self, session: Session) -> None:
+        self._connected.discard(session)
+
     def submit(self, session: Session, blocks: Blocks) -> Batch:
         if self._closed:
             raise ClosedError("the engine is closed", session=self.session)

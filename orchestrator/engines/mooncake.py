@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 CompletionMode = Literal["auto", "one-block", "batch-status"]
 
+NOWHERE = 1
+"""An address that no process has memory at: a peer refuses to write there, whoever it is."""
+
 MEMORY_ERRORS = {
     -3: "no such region is registered",
     -7: "the region overlaps one already registered",
@@ -150,6 +153,25 @@ class MooncakeEngine:
             await asyncio.sleep(POLL_INTERVAL)
             poll_guarded(self)
         return "" if batch.landed else "the peer refused the probe"
+
+    async def disconnect(self, session: Session) -> None:
+        """As the contract says. The library keeps the idle connections to an ended peer until each is used again, so
+        each is: by a byte for an address that no peer can have registered."""
+        if session not in self._connected:
+            return
+        self._connected.discard(session)
+        source = self._regions.first()
+        if self._closing is not None or source is None or self.info.transport != "tcp":
+            return
+        lanes = mooncake_env.lanes(os.environ)
+        ints = [source] * lanes, [NOWHERE] * lanes, [1] * lanes
+        try:
+            batch = self._completion.submit(session, Blocks(*(np.array(part) for part in ints)), ints)
+        except BrokenPeerError:
+            return
+        while not batch.done:
+            await asyncio.sleep(POLL_INTERVAL)
+            poll_guarded(self)
 
     def submit(self, session: Session, blocks: Blocks) -> Batch:
         self._check_open()

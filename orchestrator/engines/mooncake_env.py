@@ -99,9 +99,13 @@ def prepare(environ: MutableMapping[str, str], *, already_imported: bool = False
 def drain_bound(environ: Mapping[str, str]) -> int:
     """Most blocks in flight to one peer, so that a stopped one is drained within the budget: it frees one block a lane
     in each progress timeout plus a second (measured)."""
-    lanes = int(environ.get("MC_TCP_LANES_PER_PEER", READ_LATER["MC_TCP_LANES_PER_PEER"]))
     timeout = float(environ.get("MC_TCP_PROGRESS_TIMEOUT_SEC", READ_LATER["MC_TCP_PROGRESS_TIMEOUT_SEC"]))
-    return max(1, int(DRAIN_BUDGET_S * lanes / (timeout + 1)))
+    return max(1, int(DRAIN_BUDGET_S * lanes(environ) / (timeout + 1)))
+
+
+def lanes(environ: Mapping[str, str]) -> int:
+    """Most connections to one peer."""
+    return int(environ.get("MC_TCP_LANES_PER_PEER", READ_LATER["MC_TCP_LANES_PER_PEER"]))
 
 
 def installed_version() -> str:

@@ -61,6 +61,10 @@ class WrappingEngine(ABC):
         await self.inner.connect(session, probe, timeout)
         self._connected.add(session)
 
+    async def disconnect(self, session: Session) -> None:
+        self._connected.discard(session)
+        await self.inner.disconnect(session)
+
     @abstractmethod
     def submit(self, session: Session, blocks: Blocks) -> Batch: ...
 

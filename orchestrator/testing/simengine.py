@@ -100,6 +100,9 @@ class SimEngine:
             ctypes.memmove(probe.dst, probe.src, 1)
         self._connected.add(session)
 
+    async def disconnect(self, session: Session) -> None:
+        self._connected.discard(session)
+
     def _answers(self, peer: SimEngine) -> bool:
         held = peer.domain is not None and peer.domain.held
         fabric = self._fabric
