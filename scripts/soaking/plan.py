@@ -37,8 +37,8 @@ class Shape:
     page_size: int = 4
     max_pages: int = 24
     layers: int = 6
-    aborts: float = 0.1
-    """The part of the rooms that one side ends."""
+    aborts: float = 0.11
+    """The part of the rooms that one side is to end; some of these aborts come too late."""
 
 
 class Plan:
