@@ -115,7 +115,7 @@ def test_leaving_ends_busy_and_stubborn_workers_within_two_seconds(fleet: Fleet)
     block = "import signal; signal.signal(15, signal.SIG_IGN); os._exit = lambda code: None; time.sleep(60)"
     fleet.send(stubborn, wire.Connect(f"talk.note('deaf'); {block}"))
     with pytest.raises(DeadlineError):
-        fleet.result(busy, type(None), 1.0)
+        fleet.result(busy, type(None), 4.0)  # time for both to have begun
     started = time.monotonic()
     fleet.close()
     assert time.monotonic() - started < 2

@@ -15,7 +15,6 @@ from orchestrator.outcome import RoomStatus
 from orchestrator.testing.cluster import Cluster
 from orchestrator.testing.pool import Pool
 from protocols.blocks import Ints
-from tests.peers.raw import HASTY
 from tests.service.scenes import config, faulty, outcomes, sender, spec, until, within, wrapped
 
 ROOMS = 300
@@ -91,9 +90,10 @@ async def test_three_hundred_rooms_cancelled_at_once_leave_nothing_and_the_next_
 
 async def test_units_of_many_open_rooms_stay_leased_while_their_peer_lives() -> None:
     """vllm#53095: 128 rooms wait for a prefill that is well. No lease has a term that a heartbeat must extend."""
-    async with wide(config=HASTY) as cluster:
+    settings = config(ping_interval_s=0.3, silence_s=1.5)
+    async with wide(config=settings) as cluster:
         handles = [expect(cluster, room) for room in range(128)]
-        await asyncio.sleep(2.5 * HASTY.silence_s)
+        await asyncio.sleep(2 * settings.silence_s)
         assert not any(handle.poll().ended for handle in handles)
         cluster.forward([spec(room, page(room)) for room in range(128)])
         assert all(result.ok for result in await within(asyncio.gather(*handles)))
