@@ -7,7 +7,8 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from orchestrator.testing.device import FakeDevice
 from orchestrator.testing.pool import Pool
 from orchestrator.testing.virtual import VirtualLoop
 from orchestrator.trace import TransferResult
+from protocols.blocks import Ints
 from protocols.breaker import THRESHOLD
 from protocols.errors import ClosedError
 from protocols.ids import RoomKey, Session
@@ -71,6 +73,8 @@ class Run:
     device: FakeDevice
     engine: FaultyEngine
     handles: list[RoomHandle] = field(default_factory=list)
+    early: list[str] = field(default_factory=list)
+    """What was said to be free while a write that was still under way touched it."""
     rooms: list[PrefillRoom] = field(default_factory=list)
     driving: list[asyncio.Task[Any]] = field(default_factory=list)
 
@@ -81,17 +85,17 @@ class Run:
     def expect(self) -> None:
         for number, pages in enumerate(DST):
             with suppress(ClosedError):  # that node was stopped meanwhile
-                self.handles.append(
-                    self.cluster.decode(number).expect(
-                        *KEY,
-                        self.cluster.addresses,
-                        pages,
-                        total_tokens=len(pages) * PAGE - 1,
-                        aux_slot=2,
-                        state_rows=[3, 1],
-                        destinations=len(DST),
-                    )
+                handle = self.cluster.decode(number).expect(
+                    *KEY,
+                    self.cluster.addresses,
+                    pages,
+                    total_tokens=len(pages) * PAGE - 1,
+                    aux_slot=2,
+                    state_rows=[3, 1],
+                    destinations=len(DST),
                 )
+                handle.on_units_free(partial(self._freed, self.cluster.decode_pools[number], pages, "dst"))
+                self.handles.append(handle)
 
     async def forwards(self) -> None:
         """Three chunks, a pass each; the device writes a layer some time after its hook."""
@@ -108,12 +112,26 @@ class Run:
                 state_rows=[0, 2] if last else None,
             )
             with self.cluster.prefill().begin_forward([spec]) as forward:
+                if first == 0:
+                    freed = partial(self._freed, self.cluster.prefill_pools[0], SRC, "src")
+                    self.cluster.prefill().on_source_free(*KEY, freed)
                 for layer in range(self.cluster.prefill_pools[0].layers):
                     self.launch()
                     forward.layer_end(layer)
                     await asyncio.sleep(0.001)
                 self.launch()
             self._note_room()
+
+    def _freed(self, pool: Pool, pages: Ints, end: Literal["src", "dst"]) -> None:
+        """The pages may be given away now: no write that is under way may read them, or land in them, unless its engine
+        is gone, which is a fence."""
+        for batch in self.engine._open.values():
+            if end == "dst" and self.cluster.fabric.find(batch.session) is None:
+                continue
+            touched = set(getattr(batch.blocks, end).tolist())
+            for buffer in pool.layout.unit_buffers("page"):
+                if touched & set((buffer.address + pages * buffer.item_len).tolist()):
+                    self.early.append(f"{end} pages of buffer {buffer.id} are under way")
 
     def _note_room(self) -> None:
         sender = self.cluster.prefill_nodes[0].sender
@@ -281,8 +299,10 @@ def only_doubt(run: Run, left: list[str]) -> bool:
     return bool(left) and set(left) <= allowed
 
 
-def check_bytes(run: Run, prefill: TransferResult, decodes: list[TransferResult]) -> None:
-    """Success means every byte, on every destination, and that the prefill says it only after all decodes do."""
+def check_pages(run: Run, prefill: TransferResult, decodes: list[TransferResult]) -> None:
+    """Success means every byte, on every destination, and that the prefill says it only after all decodes do. Nothing
+    was free before its last write was over (V5)."""
+    assert run.early == []
     source = run.cluster.prefill_pools[0]
     mine = [*range(24, 32)]  # of the rooms before it, where a scene has some
     for pool, pages, result in zip(run.cluster.decode_pools, DST, decodes, strict=False):
