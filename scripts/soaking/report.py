@@ -29,6 +29,8 @@ class Report:
     verified_pages: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    room_seconds: list[float] = field(default_factory=list)
+    """Of each room that was committed: from its units to its outcome on the decode."""
     prefill_ended_after_kill: list[float] = field(default_factory=list)
     """Seconds until the last room of a killed decode had ended on the prefill, by kill."""
     served_after_kill: list[float] = field(default_factory=list)
@@ -50,9 +52,17 @@ class Report:
             return None
         return statistics.linear_regression([x for x, _ in points], [y for _, y in points]).slope
 
+    def percentiles(self) -> dict[str, float]:
+        """How long committed rooms took (seconds)."""
+        ordered = sorted(self.room_seconds)
+        if not ordered:
+            return {}
+        return {"p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100], "longest": ordered[-1]}
+
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
         values["kinds"], values["aborts"] = dict(self.kinds), dict(self.aborts)
+        values["room_seconds"] = self.percentiles()
         values["rss_slope_bytes_per_room"] = self.slope
         values["rooms_per_s"] = self.rooms / self.seconds if self.seconds else None
         return values
@@ -64,6 +74,8 @@ class Report:
             f"{self.rooms} rooms in {self.seconds:.0f} s ({self.rooms / max(self.seconds, 1e-9):.0f}/s), "
             f"{self.bytes / mib:.0f} MiB committed, {self.engine}, seed {self.seed}",
             "  " + ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items())),
+            "  a committed room: "
+            + ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in self.percentiles().items()),
             f"  aborts: {', '.join(f'{count} {who}' for who, count in sorted(self.aborts.items())) or 'none'}",
             f"  kills: {self.kills}; rooms over on the prefill after at most "
             f"{max(self.prefill_ended_after_kill, default=0.0):.1f} s, the restarted decode served after at most "

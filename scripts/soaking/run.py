@@ -193,6 +193,7 @@ class Soak:
             report.violations.append(f"{name}: wrong bytes in {decode['wrong'][:5]}")
         if verdict.kind == "ok":
             self._usual.append(decode["seconds"])
+            report.room_seconds.append(decode["seconds"])
             if not seat.served:
                 seat.served = True
                 report.served_after_kill.append(time.monotonic() - seat.killed_at)
