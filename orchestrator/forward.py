@@ -195,7 +195,8 @@ class ForwardPass:
         group = Group(layers, at, self._watch(event))
 
         def stamp(_: asyncio.Future[None]) -> None:
-            group.ready_at = self._clock.now()
+            if group.ready_at is None:
+                group.ready_at = self._clock.now()
 
         group.ready.add_done_callback(stamp)
         return group

@@ -47,7 +47,8 @@ class PrefillRoom:
         self.machine = Machine(PREFILL_ROOM, PrefillState.WAITING)
         self.destinations: dict[Incarnation, Destination] = {}
         self.chunks: dict[int, Chunk] = {}
-        """By start token, in registration order: the order in which they conclude."""
+        """By start token."""
+        self._sequence: list[Chunk] = []  # in registration order: the order in which they conclude
         self.concluded_chunks = 0
         self.outstanding = 0
         """Hand-overs of all chunks that are not done."""
@@ -85,7 +86,7 @@ class PrefillRoom:
                 return known
             self.fail(MismatchError("the chunk was registered again with other pages", chunk=str(data.key)))
             return None
-        if data.key.start_token != self._next_token or any(chunk.data.last for chunk in self.chunks.values()):
+        if data.key.start_token != self._next_token or (self._sequence and self._sequence[-1].data.last):
             self.fail(
                 MismatchError(
                     "a chunk must start where the one before it ended",
@@ -96,6 +97,7 @@ class PrefillRoom:
             return None
         chunk = Chunk(data, self, self.sender.config.layerwise)
         self.chunks[data.key.start_token] = chunk
+        self._sequence.append(chunk)
         self._next_token = data.end_token
         self._progress = self.sender.clock.now()
         self.sender.pins.pin(self.key, data.pages)
@@ -216,7 +218,8 @@ class PrefillRoom:
 
     def _span(self, chunk: Chunk, kind: str, layers: tuple[int, ...], blocks: int, nbytes: int, group: Group) -> Span:
         span = Span(chunk.key.start_token, layers, kind, nbytes, blocks)
-        span.fired, span.ready, span.queued = group.fired_at, group.ready_at, self.sender.clock.now()
+        span.fired, span.queued = group.fired_at, self.sender.clock.now()
+        span.ready = group.ready_at = group.ready_at or span.queued  # the chunk may hear before the group's own stamp
         if blocks and len(self.spans) < MAX_SPANS:
             self.spans.append(span)
         return span
@@ -229,12 +232,12 @@ class PrefillRoom:
 
     def is_next(self, chunk: Chunk) -> bool:
         """Whether every chunk registered before this one has concluded."""
-        return list(self.chunks)[self.concluded_chunks] == chunk.key.start_token
+        return self._sequence[self.concluded_chunks] is chunk
 
     def concluded(self, chunk: Chunk) -> None:
         self.concluded_chunks += 1
-        for other in self.chunks.values():
-            other.wake()
+        if self.concluded_chunks < len(self._sequence):
+            self._sequence[self.concluded_chunks].wake()
         if self.outcome.failed:  # a thread aborted meanwhile: Done(ok) must not follow
             self.fail(self.outcome.error or AbortedError("aborted"))
         elif chunk.data.last:
@@ -353,8 +356,7 @@ class PrefillRoom:
             self._fire(PrefillEvent.DRAIN_DEADLINE)
 
     def _expired(self) -> None:
-        now = self.sender.clock.now()
-        idle = now - self._progress
+        idle = (now := self.sender.clock.now()) - self._progress
         if self.machine.state is PrefillState.SENDING and now < self._latest:
             left = self.sender.config.progress_timeout_s - idle
             if left > 0:

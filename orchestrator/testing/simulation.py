@@ -19,18 +19,20 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from orchestrator import progress, rollover
-from orchestrator.testing.oracle import Violation
 from orchestrator.testing.simdecode import DecodeWorker
 from orchestrator.testing.simflight import EngineFaults
 from orchestrator.testing.simhost import SCALE, Host, Life, World
-from orchestrator.testing.simnet import NetFaults, describe_frame
+from orchestrator.testing.simnet import NetFaults
 from orchestrator.testing.simplan import FaultPlan, RoomPlan, Workload
 from orchestrator.testing.simprefill import PrefillWorker
+from orchestrator.testing.simresult import COUNTED, Result, render
 from orchestrator.testing.virtual import BudgetError, DeadlockError, VirtualLoop
 from orchestrator.testing.workload import probe_rooms
+
+__all__ = ["COUNTED", "Result", "Simulation", "simulate"]
 
 SETTLE_S = SCALE["room_timeout_s"] + SCALE["commit_timeout_s"] + 4 * SCALE["drain_timeout_s"] + 4.0
 """Once nothing goes wrong any more, every room must have ended after this (virtual seconds)."""
@@ -40,71 +42,6 @@ PROBE_ROUNDS = 4
 FIRST_PROBE = 60000
 LONGEST_POLL_S = 0.25
 """The pacer's slowest pace here: virtual seconds cost real ones only when something happens in them."""
-
-
-COUNTED = (
-    "rooms",
-    "ok",
-    "failed",
-    "aborts",
-    "crashes",
-    "rollovers",
-    "in_doubt",
-    "late_landings",
-    "fences",
-    "landings",
-    "steps",
-    "virtual_s",
-    "real_s",
-)
-"""What a run counts, by the names of `Result`'s fields."""
-
-
-@dataclass(slots=True)
-class Result:
-    """What became of a run. ``rooms`` are generations that a side was told of; each side's outcome counts as ``ok`` or
-    ``failed``. ``virtual_s`` and ``real_s`` are seconds."""
-
-    workload: Workload
-    violations: list[Violation]
-    history: list[tuple[float, str, str, tuple[object, ...]]]
-    rooms: int = 0
-    ok: int = 0
-    failed: int = 0
-    aborts: int = 0
-    crashes: int = 0
-    rollovers: int = 0
-    in_doubt: int = 0
-    late_landings: int = 0
-    fences: int = 0
-    landings: int = 0
-    steps: int = 0
-    virtual_s: float = 0.0
-    real_s: float = 0.0
-
-    @property
-    def names(self) -> set[str]:
-        return {violation.name for violation in self.violations}
-
-    def lines(self) -> list[str]:
-        """The whole history, readable."""
-        return [render(entry) for entry in self.history]
-
-    def story(self, last: int = 60) -> str:
-        """What broke, and the last events before it."""
-        if not self.violations:
-            return "no violation"
-        first = self.violations[0]
-        upto = next((n for n, entry in enumerate(self.history) if entry[2] == first.name), len(self.history))
-        events = [render(entry) for entry in self.history[max(0, upto - last) : upto + 1]]
-        found = [f"at {violation.at:.6f} s: {violation}" for violation in self.violations[:5]]
-        return "\n".join([*self.workload.describe(), "last events:", *events, "violations:", *found])
-
-
-def render(entry: tuple[float, str, str, tuple[object, ...]]) -> str:
-    at, actor, verb, details = entry
-    words = [describe_frame(detail) if isinstance(detail, bytes) else str(detail) for detail in details]
-    return f"{at:11.6f}  {actor} {verb} {' '.join(words)}".rstrip()
 
 
 def simulate(workload: Workload, plant: Callable[[], AbstractContextManager[object]] = nullcontext) -> Result:
@@ -205,9 +142,11 @@ class Simulation:
         await asyncio.sleep(end + 0.02)
         await self._heal()
         await self._settle("hang: a room has no outcome", "unfinished", SETTLE_S)
+        await self._settle("V8 books do not balance", "left", SETTLE_S)
         await self._empty_quarantine()
         await self._probe()
         await self._settle("V8 books do not balance", "left", SETTLE_S)
+        await self._empty_quarantine()
         await self._rest()
         await self._leave()
 

@@ -232,7 +232,6 @@ async def test_a_chunk_costs_no_more_calls_among_many_rooms() -> None:
     assert await calls_a_chunk(rooms=200, chunks=1) <= 1.2 * await calls_a_chunk(rooms=20, chunks=1)
 
 
-@pytest.mark.xfail(strict=False, reason="each conclusion wakes every chunk of its room")
 async def test_a_chunk_costs_no_more_calls_late_in_a_long_room() -> None:
     assert await calls_a_chunk(rooms=2, chunks=200) <= 1.2 * await calls_a_chunk(rooms=20, chunks=20)
 
