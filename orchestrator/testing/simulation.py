@@ -13,15 +13,12 @@ table but quarantine (V8). Determinism: a workload is a run, event by event; `Re
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
-import logging
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from orchestrator import progress, rollover
 from orchestrator.testing.simdecode import DecodeWorker
 from orchestrator.testing.simflight import EngineFaults
 from orchestrator.testing.simhost import SCALE, Host, Life, World
@@ -29,6 +26,7 @@ from orchestrator.testing.simnet import NetFaults
 from orchestrator.testing.simplan import FaultPlan, RoomPlan, Workload
 from orchestrator.testing.simprefill import PrefillWorker
 from orchestrator.testing.simresult import COUNTED, Result, render
+from orchestrator.testing.simsetting import CallbackStuckError, surroundings, watchdog
 from orchestrator.testing.virtual import BudgetError, DeadlockError, VirtualLoop
 from orchestrator.testing.workload import probe_rooms
 
@@ -40,8 +38,6 @@ QUIET_S = 15.0
 """What was to be said has been said and acknowledged after this (virtual seconds)."""
 PROBE_ROUNDS = 4
 FIRST_PROBE = 60000
-LONGEST_POLL_S = 0.25
-"""The pacer's slowest pace here: virtual seconds cost real ones only when something happens in them."""
 
 
 def simulate(workload: Workload, plant: Callable[[], AbstractContextManager[object]] = nullcontext) -> Result:
@@ -51,70 +47,21 @@ def simulate(workload: Workload, plant: Callable[[], AbstractContextManager[obje
     run = Simulation(World(loop, workload))
     errors: list[str] = []
     try:
-        with plant(), _surroundings(run.world, errors):
+        with plant(), surroundings(run.world, errors), watchdog():
             try:
                 loop.run_until_complete(run.main())
             except DeadlockError as exc:
                 run.world.oracle.violate("hang: deadlock", str(exc))
             except BudgetError as exc:
                 run.world.oracle.violate("hang: no end", str(exc))
+            except CallbackStuckError as exc:
+                stack = traceback.format_tb(exc.__traceback__)[-8:]
+                run.world.oracle.violate("hang: a callback does not return", "".join(stack))
         for text in [*loop.failures(), *errors]:
             run.world.oracle.violate("unhandled", text)
         return run.result(time.perf_counter() - begin)
     finally:
         loop.close()
-
-
-class _Errors(logging.Handler):
-    """The product logs at ERROR only what it did not expect."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__(logging.ERROR)
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        exc = record.exc_info[1] if record.exc_info else None
-        self._lines.append(f"{record.name}: {record.getMessage()}: {exc!r}")
-
-
-@contextlib.contextmanager
-def _surroundings(world: World, errors: list[str]) -> Iterator[None]:
-    """What a run changes of the process, and gives back: polling pace, held ports, logging, garbage collection."""
-
-    class SimPorts:
-        """Stands for `orchestrator.engines.ports.HeldPorts`."""
-
-        def __init__(self, loop: object, ports: tuple[int, ...]) -> None:
-            self._ports = tuple(ports)
-            world.fabric.hold_ports(self._ports)
-
-        def release(self) -> None:
-            world.fabric.release_ports(self._ports)
-            self._ports = ()
-
-    loggers = [logging.getLogger(name) for name in ("kvferry", "orchestrator")]
-    before = [(logger.level, logger.propagate) for logger in loggers]
-    handler = _Errors(errors)
-    paces, ports = (progress.SHORTEST_S, progress.LONGEST_S), vars(rollover)["HeldPorts"]
-    progress.SHORTEST_S, progress.LONGEST_S = 0.001, LONGEST_POLL_S
-    vars(rollover)["HeldPorts"] = SimPorts
-    collecting = gc.isenabled()
-    gc.disable()
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.ERROR)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, (level, propagate) in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            logger.propagate = propagate
-        progress.SHORTEST_S, progress.LONGEST_S = paces
-        vars(rollover)["HeldPorts"] = ports
-        if collecting:
-            gc.enable()
 
 
 class Simulation:
