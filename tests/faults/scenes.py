@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
     "layer_group": 1,
     "ping_interval_s": 0.2,
     "silence_s": 1.0,
-    "drain_timeout_s": 1.0,
+    "drain_timeout_s": 0.5,
     "connect_timeout_s": 2.0,
     "room_timeout_s": 30.0,
     "rollover_timeout_s": 5.0,
