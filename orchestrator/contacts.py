@@ -33,7 +33,7 @@ says its engine is; others of the same origin wait for their turn, those of othe
 
 
 class _Contact:
-    __slots__ = ("attempt", "breaker", "gone", "hello", "made", "pairs", "task", "turn")
+    __slots__ = ("attempt", "breaker", "gone", "hello", "made", "pairs", "task", "turn", "under_way")
 
     def __init__(self, hello: Hello, pairs: Sequence[Pair], breaker: Breaker, turn: asyncio.Semaphore) -> None:
         self.hello = hello
@@ -45,6 +45,8 @@ class _Contact:
         """Another session took its place, or the peer left."""
         self.attempt: asyncio.Future[KvferryError | None] | None = None
         self.task: asyncio.Task[None] | None = None
+        self.under_way = False
+        """An attempt has had its turn and has not ended."""
 
 
 class Contacts:
@@ -83,14 +85,15 @@ class Contacts:
         self._attempt(contact)
 
     def remove(self, peer: Incarnation) -> None:
-        """The peer is gone, or this session of it: an attempt that waits for its turn has no reason any more."""
+        """The peer is gone, or this session of it: an attempt that waits for its turn has no reason any more. One under
+        way goes on to its deadline and keeps its turn: the engine's thread cannot be stopped either."""
         contact = self._peers.pop(peer, None)
         if contact is None:
             return
         contact.gone = True
         if contact.attempt is not None and not contact.attempt.done():
             contact.attempt.set_result(BrokenPeerError("the peer is gone", peer=peer.hex()[:8]))
-        if contact.task is not None:
+        if contact.task is not None and not contact.under_way:
             contact.task.cancel()
 
     def pairs(self, peer: Incarnation) -> Sequence[Pair]:
@@ -143,6 +146,7 @@ class Contacts:
         error: KvferryError | None = BrokenPeerError("first contact was cancelled")
         try:
             async with contact.turn:
+                contact.under_way = True
                 await self._reach(contact)
             contact.made, error = True, None
             contact.breaker.succeeded()
@@ -151,7 +155,7 @@ class Contacts:
         except Exception as exc:
             error = BrokenPeerError(f"first contact failed: {type(exc).__name__}: {exc}")
         finally:
-            contact.attempt = None
+            contact.attempt, contact.under_way = None, False
             if error is not None and not contact.gone:
                 contact.breaker.failed(self._clock.now())
             if not attempt.done():

@@ -105,6 +105,7 @@ class Sessions:
             raise RefusedError("the new session is another decode worker's", session=message.session)
         pairs = pair_layouts(self._sender.layout, message.layout)
         self._expire(link)  # at most two engines are alive: the one before is gone
+        self._guests.release(link)
         self._guests.take_over(message.session, link.peer, link.origin)
         link.hello = msgspec.structs.replace(link.hello, session=message.session, layout=message.layout)
         self._contacts.add(link.peer, link.hello, pairs, link.origin.name)

@@ -30,7 +30,7 @@ from orchestrator.testing.pool import Pool
 from orchestrator.wire import BURST, Origin
 from protocols.channel import MAX_HELD
 from protocols.codec import encode
-from protocols.errors import AbortedError
+from protocols.errors import AbortedError, BrokenPeerError
 from protocols.ids import Incarnation, RoomKey, Session
 from protocols.messages import Abort, AbortAck, Bye, Offer, Ping, Refused, Rollover, RolloverAck
 from tests.hostile import zmtp
@@ -166,16 +166,16 @@ def test_what_is_remembered_of_names_is_bounded() -> None:
 class BlackHoles(FaultyEngine):
     """Sessions called ``nowhere`` accept and never answer; how many are being tried at once is counted."""
 
-    trying = 0
-    most = 0
+    trying = tried = most = 0
 
     async def connect(self, session: Session, probe: Probe | None, timeout: float) -> None:
         if not session.startswith("nowhere"):
             return await super().connect(session, probe, timeout)
-        self.trying += 1
+        self.trying, self.tried = self.trying + 1, self.tried + 1
         self.most = max(self.most, self.trying)
         try:
-            await asyncio.sleep(3600)
+            await asyncio.sleep(timeout)
+            raise BrokenPeerError("the peer did not answer in time")
         finally:
             self.trying -= 1
 
@@ -187,7 +187,8 @@ async def test_first_contacts_take_turns_within_an_origin_and_no_other_waits_for
         holes.append(BlackHoles(engine))
         return holes[0]
 
-    async with Cluster(prefills=[Pool(seed=1)], decodes=[Pool()], config=QUICK, wrap=wrap, digest=False) as c:
+    config = dataclasses.replace(QUICK, connect_timeout_s=1.0)
+    async with Cluster(prefills=[Pool(seed=1)], decodes=[Pool()], config=config, wrap=wrap, digest=False) as c:
         flood = [fresh(c, HERE) for _ in range(3 * ATTEMPTS_PER_ORIGIN)]
         await until(lambda: holes[0].trying == ATTEMPTS_PER_ORIGIN)
         handle = expect(c)
@@ -195,8 +196,11 @@ async def test_first_contacts_take_turns_within_an_origin_and_no_other_waits_for
         assert (await asyncio.wait_for(handle, 2)).ok
         for raw in flood:
             raw.send(Bye(), dst=sender(c).me)
-        await until(lambda: holes[0].trying == 0)
-        assert holes[0].most == ATTEMPTS_PER_ORIGIN, "those that left while they waited never had their turn"
+        for dial in range(5, 10):
+            flood[0].send(flood[0].hello(dial=dial), dst=b"")
+        await until(lambda: holes[0].tried > ATTEMPTS_PER_ORIGIN and holes[0].trying == 0)
+        assert holes[0].most == ATTEMPTS_PER_ORIGIN, "who leaves frees no turn: the engine's thread goes on"
+        assert holes[0].tried == ATTEMPTS_PER_ORIGIN + 1, "who left, or dialled anew, while it waited never had one"
 
 
 # -- what is kept for them -----------------------------------------------------------------------------------------
