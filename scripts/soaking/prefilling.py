@@ -130,6 +130,10 @@ class Prefilling:
         """Let a held forward go on."""
         self._rooms[room, gen].job.go.set()
 
+    async def written(self, room: int, gen: int) -> None:
+        """Wait until no forward writes its pages any more."""
+        await self._rooms[room, gen].idle.wait()
+
     async def ended(self, room: int, gen: int) -> dict[str, Any]:
         """Wait for the outcome."""
         result = await self._prefill.finished(room, gen)
