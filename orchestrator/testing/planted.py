@@ -84,20 +84,20 @@ def wrong_incarnation_acked() -> list[Patch]:
             message = decode(frame)
         except KvferryError:
             return on_frame(self, identity, frame)
-        if not isinstance(message, Abort) or envelope.dst == self._me:
+        if envelope.dst in (b"", self._me):
             return on_frame(self, identity, frame)
-        assert self._listener is not None
-        ack = AbortAck(
-            src=envelope.dst,
-            dst=envelope.src,
-            seq=envelope.ack + 1,
-            ack=envelope.seq,
-            room=message.room,
-            gen=message.gen,
-            session="",
-        )
-        self._listener.wire_to(envelope.src).send(encode(ack))
-        return None
+        if isinstance(message, Abort) and self._listener is not None:
+            ack = AbortAck(
+                src=envelope.dst,
+                dst=envelope.src,
+                seq=envelope.ack + 1,
+                ack=envelope.seq,
+                room=message.room,
+                gen=message.gen,
+                session="",
+            )
+            self._listener.wire_to(envelope.src).send(encode(ack))
+        return None  # what else is for the dead one is dropped
 
     return [(Reception, "on_frame", acking)]
 

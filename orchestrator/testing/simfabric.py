@@ -119,10 +119,12 @@ class SimFabric:
                 continue
             engine.closed = True
             self.remove(engine)
-            for flight in list(self.live.values()):
-                if flight.writer is engine and (flight.data is None or self.rng.random() >= self.faults.survive):
+            for flight in [other for other in self.live.values() if other.writer is engine]:
+                if flight.data is None or self.rng.random() >= self.faults.survive:
                     flight.cancelled = True
                     self.live.pop(flight.number)
+                elif self.rng.random() < 0.5:
+                    flight.delay = self.rng.uniform(*self.faults.late_s)  # it sits in a full socket
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -229,6 +231,10 @@ class SimFabric:
             return
         if self.is_blocked(flight.writer.host, target.host):
             self._stalled.append(lambda: self._send(flight, start, cut, self.rng.uniform(*self.faults.latency_s)))
+            return
+        if flight.delay:
+            self._send(flight, start, cut, flight.delay)
+            flight.delay = 0.0
             return
         if start == 0 and not target.regions.hold(flight.dst, flight.length):
             self._lost(flight, "the destination is not registered at the peer")

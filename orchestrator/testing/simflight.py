@@ -30,7 +30,7 @@ class EngineFaults:
     fail: float = 0.0
     """A block is FAILED: before it was read, or with its bytes in the fabric, from where it may land later."""
     late_s: tuple[float, float] = (0.0, 8.0)
-    """How long after its verdict such a block lands."""
+    """How long after its verdict such a block lands, and how much later than planned what a dead writer left."""
     ack_lost: float = 0.0
     """A block lands and is FAILED all the same."""
     stuck: float = 0.0
@@ -48,7 +48,20 @@ class EngineFaults:
 class Flight:
     """One block under way."""
 
-    __slots__ = ("batch", "cancelled", "data", "dst", "fate", "index", "length", "number", "src", "target", "verdict")
+    __slots__ = (
+        "batch",
+        "cancelled",
+        "data",
+        "delay",
+        "dst",
+        "fate",
+        "index",
+        "length",
+        "number",
+        "src",
+        "target",
+        "verdict",
+    )
 
     def __init__(self, number: int, batch: SimBatch, index: int, src: int, dst: int, length: int, fate: Fate) -> None:
         self.number = number
@@ -62,6 +75,8 @@ class Flight:
         """The engine it is on its way to, known once it has left."""
         self.verdict: str | None = None
         """``COMPLETED``, ``FAILED`` or ``NEVER`` (not submitted), as the writer will hear or has heard."""
+        self.delay = 0.0
+        """Seconds by which it is held up once more before it lands."""
         self.cancelled = False
         """It will not be read any more."""
 

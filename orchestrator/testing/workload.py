@@ -222,6 +222,12 @@ def _make_faults(rng: random.Random, groups: tuple[GroupPlan, ...], decodes: int
                 for_good=kind == "crash" and rng.random() < 0.1,
             )
         )
+    for fault in list(faults):
+        if fault.kind == "crash" and fault.host in prefills and rng.random() < 0.5:  # its rooms end while it is away
+            away = fault.seconds * rng.choice((0.3, 1.0, 1.5))
+            faults.append(FaultPlan("abort-storm", fault.at + rng.random() * away, rng.choice(receivers)))
+        if fault.kind == "rollover" and rng.random() < 0.5:  # rooms of both sessions end
+            faults.append(FaultPlan("abort-storm", fault.at + rng.random() * 2.0, fault.host))
     return tuple(sorted(faults, key=lambda fault: fault.at))
 
 
