@@ -15,7 +15,7 @@ from orchestrator.link import Link
 from protocols.errors import RefusedError, TransferError
 from protocols.ids import Incarnation, RoomKey, Session
 from protocols.layout import pair_layouts
-from protocols.messages import Rollover, RolloverAck
+from protocols.messages import Refused, Rollover, RolloverAck
 
 if TYPE_CHECKING:
     from orchestrator.destination import Destination
@@ -73,7 +73,12 @@ class Sessions:
         with deadline 0: nothing more goes to the old session, and the peer hears when all its tasks are terminal."""
         old = Session(message.old_session)
         if message.deadline_ms:
-            self._begin(link, old, message)
+            try:
+                self._begin(link, old, message)
+            except RefusedError as exc:  # it would offer under a session that we do not write to: let it dial anew
+                fields = {name: str(value)[:500] for name, value in exc.data.items()}
+                link.send(Refused(reason=exc.what[:4000], fields=fields))
+                self._sender.peer_gone(link, f"its rollover was refused: {exc.what}")
             return
         self._end(link, old)
         self._settle(link.peer, old)
@@ -97,12 +102,12 @@ class Sessions:
         link.post(RolloverAck(session=old))
 
     def _begin(self, link: Link, old: Session, message: Rollover) -> None:
-        """Raises RefusedError for a session that another worker, still here, has, and for what Hello would refuse."""
+        """Raises RefusedError for a session that another worker has, or had, so that late writes of its rooms may still
+        arrive, and for what Hello would refuse."""
         assert link.hello is not None, "a link carries messages only after Hello"
         check_session(message.session, link.origin)
-        user = self._guests.user(message.session)
-        if user != link.peer and user in self._sender.reception.links:
-            raise RefusedError("the new session is another decode worker's", session=message.session)
+        if self._guests.user(message.session) not in (None, link.peer):
+            raise RefusedError("the new session is, or was, another decode worker's", session=message.session)
         pairs = pair_layouts(self._sender.layout, message.layout)
         self._expire(link)  # at most two engines are alive: the one before is gone
         self._guests.release(link)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -51,8 +52,8 @@ class Scene:
         listener.dealers.clear()
         await self.start(CONFIG, self.prefill.address)
 
-    async def decode(self, port: int, then: int, config: Config = CONFIG) -> tuple[Node, Decode]:
-        """A decode whose engine has ``port``, and ``then`` after a rollover."""
+    async def decode(self, port: int, then: int | Iterator[int], config: Config = CONFIG) -> tuple[Node, Decode]:
+        """A decode whose engine has ``port``, and ``then``, or each of them, after a rollover."""
         node = await self._stack.enter_async_context(Node(network=self.network))
         pool = Pool()
         self._stack.callback(pool.poison)  # keeps it alive
@@ -62,7 +63,8 @@ class Scene:
             made.ports = ()  # no real sockets hold them
             return made
 
-        return node, node.start_decode(engine(port), pool.layout, config, lambda: engine(then))
+        later = itertools.repeat(then) if isinstance(then, int) else then
+        return node, node.start_decode(engine(port), pool.layout, config, lambda: engine(next(later)))
 
     def expect(self, decode: Decode, room: int) -> RoomHandle:
         handle = decode.expect(room, 1, [self.prefill.address], np.array([4, 5]), total_tokens=8, aux_slot=0)
@@ -238,3 +240,23 @@ async def test_doubt_of_a_fenced_session_is_not_noted_when_its_room_drains_later
             return len(rooms) + rooms.remembered == 0
 
         await until(forgotten)
+
+
+async def test_a_rollover_to_a_session_that_another_process_had_goes_on_to_a_third() -> None:
+    """Seed 81: the prefill dropped such a Rollover without a word, and turned every later Offer away."""
+    async with a_scene() as scene:
+        node, decode = await scene.decode(port=1, then=9)
+        assert await ended(scene.expect(decode, 1))
+        await node.stop()
+        ports = iter((1, 3))
+        _, decode = await scene.decode(port=2, then=ports)
+        assert await ended(scene.expect(decode, 2))
+        decode.roll_over()
+        await until(lambda: decode._receiver.rollover.fences == 1)
+        results = []
+        for room in range(3, 9):
+            results.append(await ended(scene.expect(decode, room)))
+            if results[-1]:
+                break
+        assert results[-1]
+        assert decode._receiver.session == "D:3"
