@@ -47,6 +47,8 @@ class DecodeRoomJob:
         self.grant = grant
         self.handle: RoomHandle | None = None
         self.units_free = False
+        self.since = (0.0, 0.0)
+        """When it was expected, and how long the process had stood still by then."""
 
     @property
     def status(self) -> str:
@@ -126,6 +128,7 @@ class DecodeWorker:
             self._release(job)
             return
         self.world.rooms.add(plan.number)
+        job.since = self.world.loop.time(), self.life.held_s
         self.jobs.append(job)
         job.handle._outcome.future().add_done_callback(lambda future: self._ended(job, future.result()))
         job.handle.on_units_free(lambda: self._units_free(job))
@@ -136,6 +139,7 @@ class DecodeWorker:
         self.world.record(self.life.name, "ends room", outcome.key, outcome.status.name, outcome.error or "")
         self.world.counts["ok" if ok else "failed"] += 1
         self.world.oracle.ended(self.life.side, outcome.key, outcome.status.name)
+        self.life.check_deadline(outcome.key, *job.since)
         if ok and job.grant is not None:
             self.world.oracle.committed(self.life.side, job.grant)
 

@@ -36,6 +36,7 @@ from orchestrator.testing.simplan import (
 )
 from orchestrator.testing.virtual import START, Domain, SimClock, VirtualLoop
 from protocols.errors import BusyError
+from protocols.ids import RoomKey
 
 ITEM_BYTES = 8
 AUX_SLOTS = 12
@@ -190,8 +191,11 @@ class Life:
         self.engines: list[SimEngine] = []
         self.worker: Any = None
         """The embedder, see `orchestrator.testing.simworkers`."""
+        self.held_s = 0.0
+        """How long it has stood still, all together."""
         self.leaving = False
         self.left = False
+        self._stopped_at = 0.0
         self._leave = asyncio.Event()
 
     def start(self, begin: Callable[[Life], None]) -> None:
@@ -233,6 +237,12 @@ class Life:
             return self.rng.choice(free)
         return self.host.first_port + len(self.host.ports)
 
+    def check_deadline(self, key: RoomKey, since: float, held_before: float) -> None:
+        """A room that ends does so within its deadlines, from the moment this side knew of it."""
+        took = self.world.loop.time() - since - (self.held_s - held_before)
+        if took > SCALE["room_timeout_s"] + SCALE["commit_timeout_s"] + 1.0:
+            self.world.oracle.violate("hang: a room outlived its deadlines", f"{self.name}: {key} took {took:.3f} s")
+
     # -- what the world does to it -----------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., object], *args: object) -> None:
@@ -259,13 +269,15 @@ class Life:
     def stop(self) -> None:
         """SIGSTOP: its threads stand, its device and what is in the network go on."""
         self.world.record(self.name, "stands still")
+        self._stopped_at = self.world.loop.time()
         self.world.loop.hold(self.domain)
         self.world.loop.hold(self.io)
 
     def go_on(self) -> None:
         """SIGCONT."""
-        if not self.domain.dead:
+        if not self.domain.dead and self.domain.held:
             self.world.record(self.name, "goes on")
+            self.held_s += self.world.loop.time() - self._stopped_at
         self.world.loop.resume(self.domain)
         self.world.loop.resume(self.io)
 

@@ -59,6 +59,8 @@ class PrefillRoomJob:
         self.source_free = False
         self.released = False
         self.outcome: Outcome | None = None
+        self.since = (0.0, 0.0)
+        """When it was registered, and how long the process had stood still by then."""
 
 
 class PrefillWorker:
@@ -252,6 +254,7 @@ class PrefillWorker:
         if job.known:
             return
         job.known = True
+        job.since = self.world.loop.time(), self.life.held_s
         self.world.rooms.add(job.plan.number)
         job.outcome = self.face._sender.rooms.find(job.key)
         job.outcome.future().add_done_callback(lambda future: self._ended(job, future.result()))
@@ -262,6 +265,7 @@ class PrefillWorker:
         self.world.record(self.life.name, "ends room", outcome.key, outcome.status.name, outcome.error or "")
         self.world.counts["ok" if ok else "failed"] += 1
         self.world.oracle.ended(self.life.side, outcome.key, outcome.status.name)
+        self.life.check_deadline(outcome.key, *job.since)
         first = next(other for other in self.jobs if other.key == job.key)
         if ok and not job.plan.fake and first is job:
             self.world.oracle.prefill_succeeded(self.life.side, outcome.key, len(job.plan.decodes))

@@ -65,9 +65,12 @@ def _make_groups(rng: random.Random) -> tuple[GroupPlan, ...]:
 
 
 def _make_config(rng: random.Random) -> dict[str, Any]:
+    rare = {"max_kept_offers": 2, "max_kept_pages": 12, "max_peer_tombstones": 3, "admission": True}
     return {
+        **{name: value for name, value in rare.items() if rng.random() < 0.08},
         "layerwise": rng.random() < 0.85,
-        "layer_group": rng.choice((1, 2, 3)),
+        "layer_group": rng.choice((None, 1, 2, 3)),
+        "max_layer_group": rng.choice((1, 2, 8)),
         "digest": rng.random() < 0.3,
         "link_quantum_bytes": rng.choice((8, 64, 1024)),
         "rollover_at_units": rng.choice((1, 4, 12, 1000)),
