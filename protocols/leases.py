@@ -118,8 +118,9 @@ class Lease:
         """Writers that have not said done or quiet."""
         self.unknown: dict[Hashable, UnitSet] = {}
         """What a writer last said it cannot tell yet."""
+        granted = next_state(UnitState.FREE, LeaseEvent.GRANT)
         self.states: dict[UnitKind, npt.NDArray[np.uint8]] = {
-            kind: np.full(len(units.of(kind)), UnitState.LEASED, np.uint8) for kind in KINDS
+            kind: np.full(len(units.of(kind)), granted, np.uint8) for kind in KINDS
         }
         self.quarantined = 0
         """Units that are UNKNOWN or IN_DOUBT: kept here because it is asked of all leases whenever one is granted."""
