@@ -36,7 +36,8 @@ SETTLE_S = SCALE["room_timeout_s"] + SCALE["commit_timeout_s"] + 4 * SCALE["drai
 """Once nothing goes wrong any more, every room must have ended after this (virtual seconds)."""
 QUIET_S = 15.0
 """What was to be said has been said and acknowledged after this (virtual seconds)."""
-PROBE_ROUNDS = 4
+PROBE_PAUSES_S = (1.0, 10.0, 40.0, 0.0)
+"""After each round of probes: a circuit breaker leaves a peer alone for half a minute at most (virtual seconds)."""
 FIRST_PROBE = 60000
 
 
@@ -233,7 +234,7 @@ class Simulation:
         probes = probe_rooms(self._plan, FIRST_PROBE)
         missing = [room for room in probes if not any(host.gone for host in self._hosts_of(room))]
         number = FIRST_PROBE + len(probes)
-        for _ in range(PROBE_ROUNDS):
+        for pause in PROBE_PAUSES_S:
             for room in missing:
                 self._begin_room(room)
             await asyncio.sleep(0.1)
@@ -243,7 +244,7 @@ class Simulation:
                 return
             missing = [replace(room, room=number + n) for n, room in enumerate(missing)]
             number += len(missing)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(pause)
         for room in missing:
             self.world.oracle.violate("dead: no room succeeds any more", f"group {room.group} to D{room.decodes[0]}")
 
