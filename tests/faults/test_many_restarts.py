@@ -25,6 +25,7 @@ SETTINGS = CONFIG | {
     "bootstrap_timeout_s": 3.0,
     "drain_timeout_s": 0.5,
     "silence_s": 3.0,  # for minutes, on a machine that does other things as well
+    "connect_timeout_s": 10.0,
 }
 REUSED = "an earlier process had this engine session"
 EMPTY = ("pinned", "busy_lanes", "permits", "batches", "tasks")
