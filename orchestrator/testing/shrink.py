@@ -49,8 +49,8 @@ class Shrinker:
         return True
 
     def _fewer(self, get: Callable[[Workload], Sequence[T]], put: Callable[[Workload, list[T]], Workload]) -> None:
-        """Leave out halves, quarters, … single entries."""
-        size = max(1, len(get(self.best.workload)) // 2)
+        """Leave out all, halves, quarters, … single entries."""
+        size = len(get(self.best.workload))
         while size and self.tried < self._runs:
             at = 0
             while at < len(get(self.best.workload)):
