@@ -93,6 +93,8 @@ def help_of(command: str) -> str:
         arguments = [sys.executable, "-m", "orchestrator.cli.main", *command.split()[1:], "--help"]
     elif command == "scripts/simulate":
         arguments = [sys.executable, "-m", "orchestrator.testing.simulate", "--help"]
+    elif command == "scripts/model":
+        arguments = [sys.executable, "-m", "orchestrator.testing.model", "--help"]
     elif command in ("scripts/rows", "scripts/draw_states"):
         arguments = [sys.executable, f"scripts/lib/{command.removeprefix('scripts/')}.py", "--help"]
     else:
