@@ -2,6 +2,9 @@
 
 uvloop's timers have a 1 ms grain and a sleep below that returns at once, which would make a poller spin. Linux's
 timerfd has no such grain and is just another readable descriptor. Python has it built in only from 3.13.
+
+Where a forward thread computes in Python, every release of the GIL can cost the loop a switch interval (5 ms). So the
+calls hold it: they are system calls of half a microsecond that cannot block.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from protocols.errors import EngineUnavailableError
@@ -33,7 +37,7 @@ class TimerFd:
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
         if sys.platform != "linux":
             raise EngineUnavailableError("timerfd exists only on Linux", platform=sys.platform)
-        libc = ctypes.CDLL(None, use_errno=True)
+        libc = ctypes.PyDLL(None, use_errno=True)
         self._settime = libc.timerfd_settime
         self._fd = libc.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)
         if self._fd < 0:
@@ -42,6 +46,7 @@ class TimerFd:
         self._callback = callback
         self._spec = _Itimerspec()
         self._ref = ctypes.byref(self._spec)
+        self._due: float | None = None
         try:
             loop.add_reader(self._fd, self._fire)
         except NotImplementedError:  # a loop without descriptors: leave none open
@@ -51,15 +56,24 @@ class TimerFd:
     def arm(self, delay: float) -> None:
         """Fire once, after ``delay`` seconds; replaces an earlier arming."""
         nanoseconds = max(1, int(delay * 1e9))
-        self._spec.value.seconds, self._spec.value.nanoseconds = divmod(nanoseconds, 1_000_000_000)
+        self._due = time.monotonic() + delay
+        self._set(*divmod(nanoseconds, 1_000_000_000))
+
+    def _set(self, seconds: int, nanoseconds: int) -> None:
+        """Setting it, also to nothing, ends its being readable as a read would."""
+        self._spec.value.seconds, self._spec.value.nanoseconds = seconds, nanoseconds
         self._settime(self._fd, 0, self._ref, None)
 
     def _fire(self) -> None:
+        if self._due is not None and time.monotonic() < self._due:
+            return  # armed again after it had expired, by a callback before this one
+        due, self._due = self._due, None
         try:
-            os.read(self._fd, 8)
-        except BlockingIOError:
-            return
-        self._callback()
+            if due is not None:
+                self._callback()
+        finally:
+            if self._due is None and self._fd >= 0:
+                self._set(0, 0)
 
     def close(self) -> None:
         if self._fd >= 0:

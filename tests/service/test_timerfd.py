@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -192,7 +193,7 @@ async def test_a_process_without_descriptors_left_gets_call_later(monkeypatch: p
         def timerfd_create(self, *_: object) -> int:
             return -1
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc())
+    monkeypatch.setattr(ctypes, "PyDLL", lambda *_, **__: Libc())
     assert isinstance(make_timer(asyncio.get_running_loop(), lambda: None), CallLater)
 
 
@@ -200,3 +201,58 @@ async def test_on_linux_it_is_a_timerfd() -> None:
     timer = make_timer(asyncio.get_running_loop(), lambda: None)
     assert isinstance(timer, TimerFd)
     timer.close()
+
+
+@on_both_loops
+def test_firing_does_not_leave_the_gil(
+    factory: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read would, and so would a call through `ctypes.CDLL`: beside a forward in Python each costs up to 5 ms."""
+
+    def read(*_: object) -> bytes:
+        raise AssertionError("the descriptor is read")
+
+    async def test() -> None:
+        shots = Shots(TimerFd)
+        monkeypatch.setattr(os, "read", read)
+        shots.timer.arm(0.0003)
+        await shots.next()
+        assert isinstance(shots.timer, TimerFd)
+        assert shots.timer._settime._flags_ & ctypes._FUNCFLAG_PYTHONAPI  # type: ignore[attr-defined]
+        monkeypatch.undo()
+        shots.timer.close()
+
+    run(factory, test)
+
+
+@on_both_loops
+def test_what_has_fired_is_not_readable_any_more(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Else the loop would spin on it."""
+
+    async def test() -> None:
+        shots = Shots(TimerFd)
+        shots.timer.arm(0.0003)
+        await shots.next()
+        await asyncio.sleep(0.002)
+        assert isinstance(shots.timer, TimerFd)
+        assert select.select([shots.timer._fd], [], [], 0)[0] == []
+        shots.timer.close()
+
+    run(factory, test)
+
+
+@on_both_loops
+def test_armed_again_between_its_expiry_and_its_turn_it_waits(
+    factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def test() -> None:
+        shots = Shots(TimerFd)
+        shots.timer.arm(0.0001)
+        time.sleep(0.001)  # noqa: ASYNC251 - expired, and the loop has not come round
+        assert isinstance(shots.timer, TimerFd)
+        shots.timer.arm(30.0)
+        shots.timer._fire()
+        assert shots.at == []
+        shots.timer.close()
+
+    run(factory, test)
