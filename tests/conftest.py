@@ -12,7 +12,6 @@ LANES = {
     "tests/faults/": "long",
     "tests/hostile/test_fuzz": "slow",
     "tests/incidents/test_storms.py": "long",
-    "tests/peers/test_processes.py::test_a_prefill_killed": "long",
     "tests/service/test_soak_small.py": "slow",
 }
 """By the beginning of a test's id: cheap enough for the full lane only, or for the long one. Faults of real processes

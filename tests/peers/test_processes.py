@@ -151,7 +151,6 @@ def test_a_prefill_killed_in_the_middle_leaves_the_units_quarantined(start: Star
     assert "under another lease" in decode.ask("wait", room=2, gen=1, timeout=5)["error"]
     successor = start("prefill", LARGE, bind=prefill.address)
     free = sorted(set(range(300)) - set(dst))
-    lost = 0
     for gen in range(1, 4):
         mine, free = free[:10], free[10:]
         decode.ask("expect", room=3, gen=gen, peers=[successor.address], pages=mine)
@@ -159,12 +158,13 @@ def test_a_prefill_killed_in_the_middle_leaves_the_units_quarantined(start: Star
         result = decode.ask("wait", room=3, gen=gen, timeout=15)
         if result["ok"]:
             break
-        # Its Offer was still for the dead process. The next on that port says so, which is how the decode learns.
-        assert "restarted" in result["error"] or "silent" in result["error"]
-        lost += 10
+        # A busy machine: it took too long to ask the address, or to hear of the successor. The dead process was offered
+        # nothing, so nothing of this is in doubt: it is free at once, or when the successor has acknowledged its end.
+        assert any(text in result["error"] for text in ("restarted", "silent", "not answer")), result
+        assert decode.ask("free", room=3, gen=gen, timeout=10)
     assert result["ok"]
     assert successor.ask("digest", pages=mine) == decode.ask("digest", pages=mine)
-    assert decode.ask("quarantine", in_doubt=250 + lost, timeout=5) == [0, 250 + lost]
+    assert decode.ask("quarantine", in_doubt=250, timeout=5) == [0, 250], "the dead one's writes, and no others"
     assert not decode.ask("free", room=1, gen=1)
 
 
