@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from orchestrator.testing.model.bounds import FULL, QUICK
+from orchestrator.testing.model.explore import Explorer
 from orchestrator.testing.model.mutations import all_mutations, applied
+from orchestrator.testing.model.survivors import cell_of, influence_in, planted, survey, unused_reasons
+from orchestrator.testing.model.system import System
 from protocols.errors import IllegalTransitionError
 from protocols.ids import RoomKey, Session
 from protocols.leases import LEASE_TABLE, LeaseBook, LeaseEvent, UnitSet, UnitState
@@ -25,3 +29,34 @@ def test_a_grant_goes_by_the_table() -> None:
         book.grant(RoomKey(1, 1), Session("d:1"), pages, ["p"], 0.0)
     assert book.taken() == 0
     assert book.grant(RoomKey(1, 1), Session("d:1"), pages, ["p"], 0.0).count(UnitState.LEASED) == 2
+
+
+@pytest.mark.row("N1")
+def test_a_mutation_that_changes_no_step_changes_no_exploration() -> None:
+    """The survey does not run such a one: here it does, in the smallest configuration."""
+    bounds = QUICK[0]
+    influence, plain = influence_in(bounds), Explorer(System(bounds)).run()
+    skipped = [
+        mutation
+        for number, mutation in enumerate(all_mutations())
+        if cell_of(mutation) in influence.cells and number not in influence.changing
+    ]
+    assert len(skipped) > 10
+    assert len(influence.changing) > 150
+    for mutation in skipped:
+        with applied(mutation):
+            result = Explorer(System(bounds)).run()
+        assert not result.violation, mutation.name
+        assert (result.states, result.transitions, result.ends) == (plain.states, plain.transitions, plain.ends)
+
+
+@pytest.mark.row("N1")
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_every_change_is_noticed_or_known_to_be_harmless_and_every_planted_fault_is_found() -> None:
+    verdicts = list(survey(FULL))
+    assert [verdict.name for verdict in verdicts] == [mutation.name for mutation in all_mutations()]
+    survivors = [verdict for verdict in verdicts if not verdict.noticed_in]
+    assert not [verdict.name for verdict in survivors if not verdict.reason], "say why it is harmless, or model more"
+    assert not unused_reasons(verdicts), "these are noticed by now"
+    assert not [fault.name for fault in planted(FULL) if not fault.noticed_in]

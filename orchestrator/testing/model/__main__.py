@@ -94,7 +94,8 @@ def tell_of_mutations(configurations: Sequence[Bounds]) -> bool:
     for verdict in survey(configurations):
         verdicts.append(verdict)
         if not verdict.noticed_in:
-            ran = f"after {', '.join(verdict.explored_in)}" if verdict.explored_in else "its cell is never asked for"
+            why = "it changes no step" if verdict.is_asked_for else "its cell is never asked for"
+            ran = f"after {', '.join(verdict.explored_in)}" if verdict.explored_in else why
             say(f"{verdict.name}: survives ({ran}): {verdict.reason or 'NOBODY HAS SAID WHY'}")
     survivors = [verdict for verdict in verdicts if not verdict.noticed_in]
     say(f"{len(verdicts)} mutations of the tables, {len(verdicts) - len(survivors)} noticed")
