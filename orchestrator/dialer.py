@@ -55,7 +55,6 @@ class _Dial:
     """A link and who waits for it."""
 
     link: Link
-    number: int
     deadline: float
     delay: float = FIRST_HELLO_S
     timer: Timer | None = None
@@ -166,9 +165,9 @@ class Dialer:
             self._config,
             self._loop.call_soon,
         )
-        link.address = address
         self._count += 1
-        dial = _Dial(link, self._count, self._clock.now() + self._config.connect_timeout_s)
+        link.address, link.dial = address, self._count
+        dial = _Dial(link, self._clock.now() + self._config.connect_timeout_s)
         self._dials[address] = dial
         self.links[address] = link
         self._say_hello(address, dial)
@@ -195,7 +194,7 @@ class Dialer:
             )
             return
         dial.named.add(self._engine.session)
-        dial.link.send(make_hello(self._layout, self._engine, self._config, "decode", dial.number))
+        dial.link.send(make_hello(self._layout, self._engine, self._config, "decode"))
         dial.timer = self._clock.call_later(dial.delay, lambda: self._say_hello(address, dial))
         dial.delay = min(dial.delay * 2, LAST_HELLO_S)
 
@@ -209,7 +208,10 @@ class Dialer:
             self._count_bad_frame(dial.link)
             return
         link = dial.link
-        if envelope.type == "wrong_incarnation" or (link.up and envelope.src != link.peer):
+        if envelope.dial != link.dial and envelope.v == PROTOCOL_VERSION:
+            # A Welcome of an earlier dial would let us speak before its Hello comes, which then ends what we said.
+            self._owner.counters["late_messages"] += 1
+        elif envelope.type == "wrong_incarnation" or (link.up and envelope.src != link.peer):
             if link.up:
                 self._owner.peer_gone(link, "the prefill worker was restarted")
         elif envelope.dst not in (self._me, b""):

@@ -8,7 +8,7 @@ from protocols.layout import Layout
 from protocols.messages import Hello, Role
 
 
-def make_hello(layout: Layout, engine: Engine, config: Config, role: Role, dial: int = 0) -> Hello:
+def make_hello(layout: Layout, engine: Engine, config: Config, role: Role) -> Hello:
     """The envelope is stamped by the link."""
     info = engine.info
     return Hello(
@@ -20,5 +20,4 @@ def make_hello(layout: Layout, engine: Engine, config: Config, role: Role, dial:
         transport=info.transport,
         session=engine.session,
         name=config.name,
-        dial=dial,
     )

@@ -70,6 +70,8 @@ class Link:
         self.peer = peer
         self.address = ""
         """Where it was dialled to (decode side)."""
+        self.dial = 0
+        """Which dial of the decode this is: frames of another one are not of this link."""
         self.origin = Origin()
         """Where it came from (prefill side)."""
         self.hello: Hello | None = None
@@ -110,7 +112,11 @@ class Link:
         anything behind it."""
         if self.closed:
             return
-        encode(msgspec.structs.replace(message, src=self.me, dst=self.me, seq=MAX_NATURAL, ack=MAX_NATURAL))
+        encode(
+            msgspec.structs.replace(
+                message, src=self.me, dst=self.me, seq=MAX_NATURAL, ack=MAX_NATURAL, dial=MAX_NATURAL
+            )
+        )
         try:
             self._channel.post(message, self._clock.now())
         except BrokenPeerError as exc:
@@ -123,7 +129,7 @@ class Link:
         if self.closed:
             return False
         # WrongIncarnation and Hello may go to a peer whose incarnation we do not know yet.
-        stamped = msgspec.structs.replace(message, src=self.me, dst=self.peer, ack=self._channel.ack)
+        stamped = msgspec.structs.replace(message, src=self.me, dst=self.peer, ack=self._channel.ack, dial=self.dial)
         self._channel.ack_owed = False
         return self._wire.send(encode(stamped))
 
@@ -136,7 +142,13 @@ class Link:
         self._flush_scheduled = False
         if self.closed or not self.up:
             return
-        for message in self._channel.take_due(self._clock.now()):
+        now, owed = self._clock.now(), self._channel.owed_since
+        if owed is not None and now - owed > self._config.tombstone_s:
+            # What it would have to answer is forgotten by now; and a peer that died unheard is not told for ever.
+            seconds = self._config.tombstone_s
+            self._owner.on_broken(self, BrokenPeerError("the peer acknowledges nothing", seconds=seconds))
+            return
+        for message in self._channel.take_due(now):
             self.send(message)
         if self._channel.ack_owed:
             self.send(Pong(number=0))
@@ -145,7 +157,7 @@ class Link:
             self._resend = None
         due = self._channel.next_due()
         if due is not None:
-            self._resend = self._clock.call_later(max(0.0, due - self._clock.now()), self._flush)
+            self._resend = self._clock.call_later(max(0.0, due - now), self._flush)
 
     @property
     def account(self) -> str:

@@ -100,14 +100,16 @@ class Reception:
         elif envelope.dst != self._me:
             self._counters["wrong_incarnation"] += 1
             self._reply(envelope, WrongIncarnation(meant=envelope.dst))
-        elif link is None:
+        elif link is None or envelope.dial > link.dial:
             self._reply(envelope, Refused(reason="say Hello first"))
+        elif envelope.dial < link.dial:
+            self._counters["late_messages"] += 1  # of a connection the peer has left
         else:
             link.receive(envelope, frame)
 
     def _reply(self, envelope: Envelope, message: Message) -> None:
         """Answer a peer with which there is no link."""
-        stamped = msgspec.structs.replace(message, src=self._me, dst=envelope.src)
+        stamped = msgspec.structs.replace(message, src=self._me, dst=envelope.src, dial=envelope.dial)
         if self._listener is not None:
             self._listener.wire_to(envelope.src).send(encode(stamped))
 
@@ -138,10 +140,10 @@ class Reception:
             fields = {name: str(value)[:500] for name, value in exc.data.items()}
             self._reply(envelope, Refused(reason=exc.what[:4000], fields=fields))
             return
-        if known is not None and known.hello is not None and hello.dial < known.hello.dial:
-            self._counters["late_messages"] += 1  # of a connection the peer has left
+        if known is not None and hello.dial < known.dial:
+            self._counters["late_messages"] += 1
             return
-        if known is not None and known.hello is not None and known.hello.dial != hello.dial:
+        if known is not None and hello.dial > known.dial:
             self._sender.peer_gone(known, "the decode worker dialled anew")
             known = None
         if known is None:
@@ -166,7 +168,7 @@ class Reception:
             sender.config,
             sender.loop.call_soon,
         )
-        link.hello, link.origin = hello, origin
+        link.hello, link.origin, link.dial = hello, origin, hello.dial
         self.links[peer] = link
         return link
 

@@ -30,8 +30,9 @@ MAX_HELD_BYTES = MAX_FRAME_BYTES
 @dataclass(slots=True)
 class _Unacked:
     message: AnyMessage
+    posted: float
     due: float
-    attempts: int
+    attempts: int = 0
 
 
 class Channel:
@@ -57,7 +58,7 @@ class Channel:
             raise BrokenPeerError("the peer acknowledges nothing", unacked=len(self._unacked))
         seq = self._next_seq
         self._next_seq += 1
-        self._unacked.append(_Unacked(msgspec.structs.replace(message, seq=seq), now, 0))
+        self._unacked.append(_Unacked(msgspec.structs.replace(message, seq=seq), now, now))
 
     def take_due(self, now: float) -> list[AnyMessage]:
         """What must be sent (again) now, oldest first; each is due again after a longer, jittered delay."""
@@ -77,6 +78,11 @@ class Channel:
     @property
     def unacked(self) -> int:
         return len(self._unacked)
+
+    @property
+    def owed_since(self) -> float | None:
+        """When the oldest message was posted that is not acknowledged, in the caller's clock."""
+        return self._unacked[0].posted if self._unacked else None
 
     def acked(self, ack: int) -> None:
         """The peer has processed everything up to ``ack``. Numbers never sent are ignored."""

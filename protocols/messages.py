@@ -42,13 +42,17 @@ Generation = Annotated[int, Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """The envelope: versions, who speaks to whom, sequence and acknowledgement. ``seq`` 0 means unsequenced."""
+    """The envelope: versions, who speaks to whom, sequence and acknowledgement. ``seq`` 0 means unsequenced.
+
+    ``dial`` says which dial of the decode a frame belongs to, in both directions: another number starts both sequences
+    anew, and a frame of an earlier one is late."""
 
     v: int = PROTOCOL_VERSION
     src: Id = b""
     dst: Id = b""
     seq: Natural = 0
     ack: Natural = 0
+    dial: Natural = 0
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +64,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     dst: Id
     seq: Natural = 0
     ack: Natural = 0
+    dial: Natural = 0
 
 
 class RoomRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +88,6 @@ class Hello(Message, frozen=True, tag="hello"):
     """A stable name of this rank; a newer incarnation of the same name means the older is gone. Empty: none."""
     v_min: int = PROTOCOL_VERSION
     v_max: int = PROTOCOL_VERSION
-    dial: Natural = 0
-    """Which of this side's dials this is: another number starts the sequence anew and ends what came before."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):

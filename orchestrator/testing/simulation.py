@@ -262,9 +262,10 @@ class Simulation:
         """With nothing to do a process sends nothing and waits for nothing, and in time it forgets what was (V8)."""
         world = self.world
         lost = any(host.gone for host in world.hosts) or (world.counts["crashes"] and not self._plan.named)
-        if lost or self._is_stuck():
-            return  # a peer of which nobody says that it is gone is told again and again, and asked
-        await asyncio.sleep(QUIET_S)
+        if self._is_stuck():
+            return
+        # A peer of which nobody says that it is gone is told again and again, and asked, until it is given up.
+        await asyncio.sleep(QUIET_S + (SCALE["tombstone_s"] if lost else 0.0))
         frames = world.net.delivered + world.net.lost
         await asyncio.sleep(SCALE["tombstone_s"] + 1.0)
         if world.net.delivered + world.net.lost != frames:

@@ -461,10 +461,10 @@ async def crafted_layout(changes: list[tuple[int, str, int, str]], pages: list[i
         raw.send_map(**hello | {"layout": plain or {}, "src": raw.me})
         await settled(60)
         link = sender(c).reception.links.get(raw.me)
-        if link is None or link.hello is None or link.hello.dial != 2:
+        if link is None or link.hello is None or link.dial != 2:
             assert sender(c).counters["hello_refused"] == 1
             return
-        raw.next_seq, raw.ack = 1, 0
+        raw.next_seq, raw.ack, raw.dial = 1, 0, 2
         raw.send(raw.offer(5, 1, pages, total_tokens=TOKENS, aux_slot=2))
         c.forward([spec()])
         await until(lambda: raw.all(Done, 5) or raw.all(AbortAck, 5))

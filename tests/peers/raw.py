@@ -84,6 +84,8 @@ class RawPeer:
         self.session = session
         self.me = me or new_incarnation(_rng)
         self.peer = b""
+        self.dial = 1
+        """What every frame says that does not say otherwise."""
         self.copies = 1
         """How often each frame is sent: on a bad network nobody else sends it again."""
         self.alive = True
@@ -104,7 +106,7 @@ class RawPeer:
             "engine_version": "1",
             "transport": "memory",
             "session": self.session,
-            "dial": 1,
+            "dial": self.dial,
         }
         return Hello(**fields | changes)
 
@@ -113,7 +115,7 @@ class RawPeer:
         if "seq" not in envelope and not isinstance(message, UNSEQUENCED):
             envelope["seq"] = self.next_seq
             self.next_seq += 1
-        stamp: dict[str, Any] = {"src": self.me, "dst": self.peer, "ack": self.ack}
+        stamp: dict[str, Any] = {"src": self.me, "dst": self.peer, "ack": self.ack, "dial": message.dial or self.dial}
         self.send_frame(encode(msgspec.structs.replace(message, **stamp | envelope)))
 
     def send_map(self, **fields: Any) -> None:
@@ -121,7 +123,7 @@ class RawPeer:
         self.send_frame(msgspec.msgpack.encode(self.envelope() | fields))
 
     def envelope(self) -> dict[str, Any]:
-        return {"v": PROTOCOL_VERSION, "src": self.me, "dst": self.peer, "ack": self.ack}
+        return {"v": PROTOCOL_VERSION, "src": self.me, "dst": self.peer, "ack": self.ack, "dial": self.dial}
 
     def send_frame(self, frame: bytes) -> None:
         for _ in range(self.copies):
@@ -188,6 +190,7 @@ class RawDecode(RawPeer):
     async def connect(self, **changes: Any) -> Hello:
         """Say Hello until Welcome and return the prefill's own Hello."""
         before = len(self.all(Welcome))
+        self.dial = changes.get("dial", self.dial)
         async with asyncio.timeout(PATIENCE):
             while len(self.all(Welcome)) == before:
                 self.send(self.hello(**changes), dst=b"")
@@ -231,25 +234,24 @@ class RawPrefill(RawPeer):
         self.greets = greets
         self.yields = False
         """Answers an Abort with quiet, as a prefill does that has submitted nothing."""
-        self._dial = 0
         self._listener = network.listen(bind, self._on_frame)
         self.address = self._listener.address
 
     def _on_frame(self, identity: bytes, frame: bytes) -> None:
         if identity != self.peer:
-            self.peer, self._dial = identity, 0
+            self.peer, self.dial = identity, 0
             self._send = self._listener.wire_to(identity).send
         message = self.take(frame)
         if isinstance(message, Hello):
-            if message.dial != self._dial:
-                self._dial, self.ack, self.next_seq = message.dial, 0, 1
+            if message.dial != self.dial:
+                self.dial, self.ack, self.next_seq = message.dial, 0, 1
             if self.greets:
                 self.greet()
         elif isinstance(message, Abort) and self.yields:
             self.send(AbortAck(room=message.room, gen=message.gen, session=self.session))
 
     def greet(self, **changes: Any) -> None:
-        self.send(self.hello(dial=0, **changes))
+        self.send(self.hello(**changes))
         self.send(Welcome(chosen=PROTOCOL_VERSION))
 
     def coverage(self, offer: Offer) -> tuple[Coverage, ...]:

@@ -27,6 +27,7 @@ from protocols.messages import (
     Hello,
     Message,
     Offer,
+    Ping,
     Refused,
     Welcome,
     WrongIncarnation,
@@ -602,3 +603,50 @@ async def test_nobody_there_and_nobody_answering_are_said_so_in_time() -> None:
         handle = expect(c, gen=7, peers=[raw.address])
         raw.done(await raw.hear(Offer))
         assert (await handle).ok, "the next room dials anew"
+
+
+@pytest.mark.row("C7")
+async def test_what_belongs_to_an_earlier_dial_is_late_on_both_sides() -> None:
+    """Found by simulation: a Welcome of an earlier dial brought a link up whose Hello came later and ended it; from
+    then on one side counted from 1, and the other waited for what it had sent before."""
+    async with cluster(config=HASTY) as c:
+        raw = RawPrefill(c.network, Pool().layout, greets=False)
+        result = await expect(c, gen=1, peers=[raw.address], pages=[20, 21, 22, 23], aux_slot=3)
+        assert "does not answer" in str(result.error)
+        handle = expect(c, gen=2, peers=[raw.address])
+        await until(lambda: raw.dial > 1)
+        raw.send(raw.hello(dial=1))
+        raw.send(Welcome(chosen=1, dial=1))
+        raw.send(Refused(reason="say Hello first", dial=1))
+        raw.send(WrongIncarnation(meant=raw.peer, dial=1))
+        await settled()
+        assert not raw.all(Offer)
+        assert receiver(c).counters["late_messages"] == 4
+        raw.greet()
+        raw.done(await raw.hear(Offer))
+        assert (await handle).ok
+
+        decode = await raw_decode(c)
+        decode.send(decode.offer(5, 1, DST, total_tokens=TOKENS), dial=2)
+        assert "Hello" in (await decode.hear(Refused)).reason, "one that was never greeted"
+        await decode.connect(dial=3)
+        decode.next_seq, decode.ack = 1, 0
+        decode.send(decode.offer(6, 1, DST, total_tokens=TOKENS), dial=1)
+        decode.next_seq = 1
+        decode.send(decode.offer(7, 1, DST, total_tokens=TOKENS, aux_slot=2))
+        c.forward([spec(room=7)])
+        assert (await decode.hear(Done, 7)).status == "ok"
+        assert sender(c).counters["late_messages"] == 1
+
+
+@pytest.mark.row("C7")
+async def test_a_peer_that_talks_and_acknowledges_nothing_is_given_up() -> None:
+    async with cluster(config=dataclasses.replace(QUICK, tombstone_s=1.0)) as c:
+        raw = await raw_decode(c)
+        raw.alive = False
+        raw.send(Abort(room=5, gen=1, origin="decode", reason="for what is never here"))
+        await raw.hear(AbortAck, 5)
+        async with asyncio.timeout(10):
+            while raw.me in sender(c).reception.links:
+                raw.send(Ping(number=1), ack=0)
+                await asyncio.sleep(0.01)
