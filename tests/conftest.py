@@ -9,13 +9,20 @@ pytest_plugins = ["tests.row_plugin"]
 LANES = {
     "tests/cancel/": "slow",
     "tests/docs/": "slow",
-    "tests/faults/": "long",
+    "tests/faults/test_addresses.py::test_memory": "long",
+    "tests/faults/test_addresses.py::test_one_failed": "slow",
+    "tests/faults/test_leaks.py": "slow",
+    "tests/faults/test_many_restarts.py": "long",
+    "tests/faults/test_neighbours.py": "long",
+    "tests/faults/test_restarts.py": "slow",
+    "tests/faults/test_rollover.py": "long",
+    "tests/faults/test_stops.py": "long",
     "tests/hostile/test_fuzz": "slow",
     "tests/incidents/test_storms.py": "long",
     "tests/service/test_soak_small.py": "slow",
 }
 """By the beginning of a test's id: cheap enough for the full lane only, or for the long one. Faults of real processes
-are long because their outcome must not hang on how busy the machine of a continuous integration is."""
+whose outcome hangs on how busy the machine is are long."""
 
 
 @pytest.hookimpl(tryfirst=True)
