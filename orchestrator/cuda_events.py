@@ -98,37 +98,46 @@ class EventWatcher:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._streams: dict[Hashable, deque[tuple[Event, asyncio.Future[None]]]] = {}
+        self.pending = 0
+        """Events that have not completed."""
         self.queries = 0
 
-    @property
-    def pending(self) -> int:
-        return sum(len(queue) for queue in self._streams.values())
-
     def watch(self, event: Event) -> asyncio.Future[None]:
-        """A future that resolves when the event has completed, or carries what ``query`` raised. It is shared by
-        several waiters: await it through ``asyncio.shield``. Kick the pacer afterwards."""
+        """A future that resolves when the event has completed, at once if it has, or carries what ``query`` raised. It
+        is shared by several waiters: await it through ``asyncio.shield``. Kick the pacer afterwards, if one is pending.
+        """
         future: asyncio.Future[None] = self._loop.create_future()
-        self._streams.setdefault(event.stream, deque()).append((event, future))
+        queue = self._streams.get(event.stream)
+        if queue is None:
+            if self._settled(event, future):
+                return future
+            queue = self._streams[event.stream] = deque()
+        queue.append((event, future))
+        self.pending += 1
         return future
 
     def poll(self) -> int:
         completed = 0
         for stream, queue in list(self._streams.items()):
-            while queue:
-                event, future = queue[0]
-                self.queries += 1
-                try:
-                    if not event.query():
-                        break
-                except Exception as exc:
-                    if not future.done():
-                        future.set_exception(exc)
-                        future.exception()  # retrieved: a pass without waiters must not log it as forgotten
-                else:
-                    if not future.done():
-                        future.set_result(None)
+            while queue and self._settled(*queue[0]):
                 queue.popleft()
                 completed += 1
             if not queue:
                 del self._streams[stream]
+        self.pending -= completed
         return completed
+
+    def _settled(self, event: Event, future: asyncio.Future[None]) -> bool:
+        """Ask once."""
+        self.queries += 1
+        try:
+            if not event.query():
+                return False
+        except Exception as exc:
+            if not future.done():
+                future.set_exception(exc)
+                future.exception()  # retrieved: a pass without waiters must not log it as forgotten
+        else:
+            if not future.done():
+                future.set_result(None)
+        return True

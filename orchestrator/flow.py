@@ -1,27 +1,28 @@
 """Windowed submission to one session, fair between rooms.
 
 A chunk hands over all blocks of a layer group at once; the lane submits them as the window allows, rooms taking turns:
-a turn is a quantum of bytes, or a quarter of the window in blocks, or one block that is larger. Permits come back when
-the engine says a batch is terminal, never when somebody stops waiting (V5). A block is submitted once.
+a turn is a quantum of bytes, or a batch in blocks, or one block that is larger. While several rooms queue, half of the
+window is kept free for those that have not had a turn yet, which go first: a small room does not wait until large ones
+have landed what they have in flight. Permits come back when the engine says a batch is terminal, never when somebody
+stops waiting (V5). A block is submitted once.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from orchestrator.clock import Clock
 from orchestrator.engines.base import Batch, Engine
 from orchestrator.outcome import Outcome
+from orchestrator.progress import Pace
 from orchestrator.trace import Span
 from protocols.blocks import Blocks
 from protocols.errors import BrokenPeerError, KvferryError
 from protocols.ids import RoomKey, Session
 from protocols.linkmodel import LinkModel
-from protocols.window import Window, WindowStatistics
+from protocols.window import Width, Window, WindowStatistics
 
 
 class Handover:
@@ -101,8 +102,8 @@ class LaneStatistics:
     batches: int
 
 
-CALM_BATCHES = 256
-"""Batches without a dry window after which a widened one narrows again."""
+EARLY_REFILL, EARLY_END = 0.5, 0.75
+"""Parts of the time foreseen for what is in flight after which the engine is asked."""
 LONG_PERIOD_BYTES = 64 << 20
 """A busy period longer than this is observed in pieces."""
 
@@ -127,26 +128,27 @@ class _Busy:
 class Lane:
     """One session's queue and window. Loop thread only."""
 
-    def __init__(
-        self, session: Session, engine: Engine, clock: Clock, kick: Callable[[], None], quantum_bytes: int
-    ) -> None:
+    def __init__(self, session: Session, engine: Engine, clock: Clock, pace: Pace, quantum_bytes: int) -> None:
         limits = engine.limits
         self.session = session
         self.max_block_bytes = limits.max_block_bytes
         self._engine = engine
         self._clock = clock
-        self._kick = kick
+        self._pace = pace
         self._quantum = max(quantum_bytes, 1)
         self._window = Window(limits.window_blocks, limits.window_bytes)
-        self._max_batch = min(limits.max_batch_blocks, max(1, limits.window_blocks // 4))
+        self._later = Window(limits.window_blocks, limits.window_bytes)
+        """The part of the window that rooms hold beyond their first turn."""
+        self._width = Width(limits.window_blocks, limits.max_window_blocks, limits.max_batch_blocks)
         self._rooms: dict[RoomKey, deque[Handover]] = {}
-        self._turns: deque[RoomKey] = deque()
+        self._fresh: OrderedDict[RoomKey, None] = OrderedDict()
+        """Rooms that have not had a turn."""
+        self._turns: OrderedDict[RoomKey, None] = OrderedDict()
+        """The others, in turn."""
+        self._fresh_went = False
         self._credit: dict[RoomKey, int] = {}
         self._pumping = False
         self._on_idle: list[Callable[[], object]] = []
-        self._most_blocks = limits.max_window_blocks
-        self._base_blocks = limits.window_blocks
-        self._calm = 0
         self._busy: _Busy | None = None
         self.model = LinkModel()
         """What this link costs, learnt from its busy periods."""
@@ -166,7 +168,7 @@ class Lane:
         queue = self._rooms.get(key)
         if queue is None:
             queue = self._rooms[key] = deque()
-            self._turns.append(key)
+            self._fresh[key] = None
             self._credit[key] = 0
         queue.append(handover)
         self.pump()
@@ -180,49 +182,87 @@ class Lane:
 
     def stop(self, key: RoomKey) -> None:
         """Submit nothing further for the room. What is in flight runs to its end and then finishes its hand-over."""
-        queue = self._rooms.pop(key, None)
+        queue = self._rooms.get(key)
         if queue is None:
             return
-        self._turns.remove(key)
-        del self._credit[key]
+        self._forget(key)
         for handover in queue:
             if not handover.inflight:
                 handover.finish()
 
     def pump(self) -> None:
-        """Submit what the window allows. Called after every hand-over and every completion."""
+        """Submit what the window allows. Called after every hand-over and after every pass with completions."""
         if self._pumping:
             return
         self._pumping = True
         try:
-            while self._turns and self._one_turn():
+            self._set_shares()
+            while self._rooms and self._one_turn():
                 pass
         finally:
             self._pumping = False
+        self._foresee()
+
+    def _set_shares(self) -> None:
+        """Alone a room has the whole window; beside others those that had a turn share half of it."""
+        blocks, nbytes = self._width.blocks, self._window.max_bytes
+        self._window.max_blocks = blocks
+        part = 1 if len(self._rooms) == 1 else 2
+        self._later.max_blocks, self._later.max_bytes = max(1, blocks // part), max(1, nbytes // part)
 
     def _one_turn(self) -> bool:
-        """Let the room whose turn it is submit one batch. False when the window is full."""
-        key = self._turns[0]
+        """Let the room whose turn it is submit one batch. False when the window is full. Those without a turn so far
+        go first, but every second turn at most: however many come, the others go on."""
+        fresh = bool(self._fresh) and not (self._fresh_went and self._turns)
+        if self._submit_of(fresh):
+            self._fresh_went = fresh
+            return True
+        if not fresh and self._fresh and self._submit_of(True):
+            self._fresh_went = True
+            return True
+        return False
+
+    def _submit_of(self, fresh: bool) -> bool:
+        """One batch of the next room of that kind. False when the window has no place for it."""
+        key = next(iter(self._fresh if fresh else self._turns))
         handover = self._rooms[key][0]
         if handover.outcome.failed:
             self.stop(key)
             return True
-        waiting = handover.blocks.length[handover.posted :]
-        at_most = self._max_batch
-        if len(self._turns) > 1:
-            left = self._quantum - self._credit[key]
-            at_most = max(1, int(np.searchsorted(np.cumsum(waiting[:at_most]), left, side="right")))
+        first, at_most = handover.posted, self._width.batch
+        waiting: list[int] = handover.blocks.length[first : first + at_most].tolist()
+        waiting = waiting[: self._bytes_fit(waiting, key)]
         count = self._window.fitting(waiting, at_most)
+        if not fresh and count:
+            count = self._later.fitting(waiting[:count], at_most)
         if count == 0:
             return False
-        self._submit(handover, count)
-        if key in self._rooms and self._credit[key] >= self._quantum:
-            self._credit[key] = 0
-            self._turns.rotate(-1)
+        self._submit(handover, first, count, sum(waiting[:count]), None if fresh else self._later)
+        if key in self._rooms:
+            self._end_turn(key)
         return True
 
-    def _submit(self, handover: Handover, count: int) -> None:
-        first = handover.posted
+    def _bytes_fit(self, waiting: list[int], key: RoomKey) -> int:
+        """How many of these blocks a batch takes: its part of the window in bytes, beside other rooms what is left of
+        the turn; at least one."""
+        left = self._window.max_bytes // self._width.parts
+        if len(self._rooms) > 1:
+            left = min(left, self._quantum - self._credit[key])
+        for count, length in enumerate(waiting):
+            left -= length
+            if left < 0:
+                return max(1, count)
+        return len(waiting)
+
+    def _end_turn(self, key: RoomKey) -> None:
+        over = self._credit[key] >= self._quantum
+        if over:
+            self._credit[key] = 0
+        self._fresh.pop(key, None)
+        self._turns[key] = None
+        self._turns.move_to_end(key, last=over)
+
+    def _submit(self, handover: Handover, first: int, count: int, nbytes: int, share: Window | None) -> None:
         part = handover.blocks[first : first + count]
         now = self._clock.now()  # before the engine has it: a stamp from after would make the link look faster
         try:
@@ -236,22 +276,23 @@ class Lane:
         if handover.span.posted is None:
             handover.span.posted = now
         self.batches += 1
-        nbytes = part.nbytes
         if self._busy is None:
             self._busy = _Busy(now)
         self._busy.add(count, nbytes)
         self._window.take(count, nbytes)
-        # However small its blocks, a turn is over after a quarter of the window.
-        self._credit[key] += max(nbytes, count * self._quantum // self._max_batch)
+        if share is not None:
+            share.take(count, nbytes)
+        # However small its blocks, a turn is over after a batch.
+        self._credit[key] += max(nbytes, count * self._quantum // self._width.batch)
         if handover.posted == len(handover.blocks):
             queue = self._rooms[key]
             queue.popleft()
             if not queue:
                 self._forget(key)
         batch.add_callbacks(
-            lambda done: self._batch_done(handover, first, done, nbytes), lambda failed: self._failed(handover, failed)
+            lambda done: self._batch_done(handover, first, done, nbytes, share),
+            lambda failed: self._failed(handover, failed),
         )
-        self._kick()
 
     def _refused(self, handover: Handover, exc: KvferryError) -> None:
         """Nothing of that batch was submitted; what was sent before drains, and nothing follows for the room (B2)."""
@@ -259,48 +300,56 @@ class Lane:
         self.stop(handover.outcome.key)
 
     def _forget(self, key: RoomKey) -> None:
-        del self._rooms[key]
-        self._turns.remove(key)
-        del self._credit[key]
+        del self._rooms[key], self._credit[key]
+        del (self._fresh if key in self._fresh else self._turns)[key]
 
-    def _batch_done(self, handover: Handover, first: int, batch: Batch, nbytes: int) -> None:
+    def _batch_done(self, handover: Handover, first: int, batch: Batch, nbytes: int, share: Window | None) -> None:
         self._window.give_back(len(batch.blocks), nbytes)
-        self._follow_lateness()
+        if share is not None:
+            share.give_back(len(batch.blocks), nbytes)
         handover.inflight = [(at, other) for at, other in handover.inflight if other is not batch]
-        handover.in_doubt += [first + index for index in batch.in_doubt]
-        handover.missed += len(batch.never_submitted)
-        queued = self._rooms.get(handover.outcome.key, ())
-        if not handover.inflight and handover not in queued:
+        if batch.failed:
+            handover.in_doubt += [first + index for index in batch.in_doubt]
+            handover.missed += len(batch.never_submitted)
+            if self._busy is not None:
+                self._busy.spoilt = True
+        if not handover.inflight and handover not in self._rooms.get(handover.outcome.key, ()):
             if handover.is_complete:
                 handover.span.landed = self._clock.now()
             handover.finish()
+        self._pace.after_pass(self._refill)
+
+    def _refill(self) -> None:
+        """After all that one pass learnt: only then does a dry window show, and one batch can take what is free."""
+        if self._rooms:
+            self._width.refill(dry=self._window.idle)
         self.pump()
-        self._observe(batch.failed)
+        self._observe()
         if self._on_idle and self.idle:
             callbacks, self._on_idle = self._on_idle, []
             for callback in callbacks:
                 callback()
 
-    def _follow_lateness(self) -> None:
-        """A window that ran dry while blocks were waiting was too small for how late the loop comes round (a busy
-        forward thread holds the GIL): widen it, within what a stopped peer may leave behind. Narrow it when calm."""
-        if self._window.idle and self._rooms:
-            self._window.max_blocks = min(self._most_blocks, 2 * self._window.max_blocks)
-            self._calm = 0
-        elif self._window.max_blocks > self._base_blocks:
-            self._calm += 1
-            if self._calm >= CALM_BATCHES:
-                self._window.max_blocks = max(self._base_blocks, self._window.max_blocks // 2)
-                self._calm = 0
-        self._max_batch = min(self._engine.limits.max_batch_blocks, max(1, self._window.max_blocks // 4))
+    def _foresee(self) -> None:
+        """Tell when the next question is worth it: while blocks wait when half of the window has landed, else a little
+        before all has. Both correct themselves: what comes earlier than foreseen is learnt as such."""
+        blocks, nbytes = self._window.blocks, self._window.nbytes
+        if blocks == 0:
+            self._pace.expect(self, None)
+            return
+        now = self._clock.now()
+        if not self.model.known:
+            self._pace.expect(self, now)
+            return
+        whole = self._busy is not None and self._busy.blocks == blocks
+        seconds = self.model.costs().seconds(nbytes, blocks, float(whole))
+        self._pace.expect(self, now + seconds * (EARLY_REFILL if self._rooms else EARLY_END))
 
-    def _observe(self, failed: bool) -> None:
+    def _observe(self) -> None:
         """Teach the model at the end of a busy period, or once a long one has moved enough."""
         busy = self._busy
         if busy is None:
             return
-        if failed:
-            busy.spoilt = True
         over = self.idle
         if over or busy.nbytes >= LONG_PERIOD_BYTES:
             now = self._clock.now()

@@ -103,7 +103,7 @@ class Sender:
         self._tasks: dict[asyncio.Task[None], None] = {}
         """In the order of their start: a simulated run must not depend on addresses."""
         self.stopping: AbortedError | None = None
-        pacer.add(engine)
+        pacer.add(engine, foreseen=True)
         pacer.add(self._watcher)
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -141,7 +141,8 @@ class Sender:
     def watch(self, event: Event) -> asyncio.Future[None]:
         """A future for a recorded event, asked by the pacer."""
         future = self._watcher.watch(event)
-        self.pacer.kick()
+        if not future.done():
+            self.pacer.kick()
         return future
 
     # -- registration --------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Sessions:
         if lane is None:
             sender = self._sender
             lane = self.lanes[session] = Lane(
-                session, sender.engine, sender.clock, sender.pacer.kick, sender.config.link_quantum_bytes
+                session, sender.engine, sender.clock, sender.pacer, sender.config.link_quantum_bytes
             )
         return lane
 

@@ -1,12 +1,10 @@
-"""Window arithmetic: how many blocks and bytes may be in flight to one session. Pure."""
+"""Window arithmetic: how many blocks and bytes may be in flight to one session, in how many batches. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from protocols.blocks import Ints
 from protocols.errors import LocalError
 
 
@@ -31,23 +29,29 @@ class Window:
         self._peak_blocks = 0
         self._peak_bytes = 0
 
-    def fitting(self, lengths: Ints, at_most: int) -> int:
+    def fitting(self, lengths: Iterable[int], at_most: int) -> int:
         """How many of the next blocks (lengths in bytes) may be submitted now, ``at_most`` in one batch.
 
         A single block larger than the byte window passes when nothing else is in flight: it could never pass
         otherwise.
         """
-        room = min(at_most, self.max_blocks - self._blocks, len(lengths))
-        if room <= 0:
-            return 0
-        fits = int(np.searchsorted(np.cumsum(lengths[:room]), self.max_bytes - self._bytes, side="right"))
-        return fits if fits or self._blocks else 1
+        room = min(at_most, self.max_blocks - self._blocks)
+        left = self.max_bytes - self._bytes
+        count = 0
+        for length in lengths:
+            left -= length
+            if count >= room or (left < 0 and (count or self._blocks)):
+                break
+            count += 1
+        return count
 
     def take(self, blocks: int, nbytes: int) -> None:
         self._blocks += blocks
         self._bytes += nbytes
-        self._peak_blocks = max(self._peak_blocks, self._blocks)
-        self._peak_bytes = max(self._peak_bytes, self._bytes)
+        if self._blocks > self._peak_blocks:
+            self._peak_blocks = self._blocks
+        if self._bytes > self._peak_bytes:
+            self._peak_bytes = self._bytes
 
     def give_back(self, blocks: int, nbytes: int) -> None:
         """Raises LocalError when more comes back than was taken: the books would lie."""
@@ -57,8 +61,69 @@ class Window:
         self._bytes -= nbytes
 
     @property
+    def blocks(self) -> int:
+        """In flight now."""
+        return self._blocks
+
+    @property
+    def nbytes(self) -> int:
+        """In flight now (bytes)."""
+        return self._bytes
+
+    @property
     def idle(self) -> bool:
         return self._blocks == 0
 
     def statistics(self) -> WindowStatistics:
         return WindowStatistics(self._blocks, self._bytes, self._peak_blocks, self._peak_bytes)
+
+
+CALM_TURNS = 256
+"""Refills without a dry window after which a widened one narrows again."""
+LONE_TURNS = 16
+"""A window that is one batch is dry whenever that lands; after so many it is tried with two."""
+PARTS = 4
+"""A window goes in so many batches: while one lands the others keep the link busy."""
+
+
+class Width:
+    """How many blocks a window holds and how many a batch takes, by how late the loop comes round.
+
+    A window that ran dry while blocks were waiting was too small for how late that was (a busy forward thread holds the
+    GIL): it widens, within what a stopped peer may leave behind, and goes in fewer batches, because every submission is
+    another wait for the GIL. When calm it narrows again.
+    """
+
+    def __init__(self, base: int, most: int, max_batch: int) -> None:
+        """Blocks: of the window usually, of the widest window, of the largest batch."""
+        self.blocks = base
+        self.parts = PARTS
+        self._base = base
+        self._most = max(base, most)
+        self._max_batch = max_batch
+        self._calm = 0
+
+    @property
+    def batch(self) -> int:
+        """Most blocks of one batch."""
+        return max(1, min(self._max_batch, self.blocks // self.parts))
+
+    @property
+    def late(self) -> bool:
+        return self.parts < PARTS
+
+    def refill(self, dry: bool) -> None:
+        """Note a refill that found blocks waiting; ``dry``: and nothing in flight any more."""
+        lone = self.parts == 1
+        if dry and not lone:
+            self.blocks = min(self._most, 2 * self.blocks)
+            self.parts //= 2
+            self._calm = 0
+            return
+        self._calm += 1
+        if lone and self._calm >= LONE_TURNS:
+            self.parts, self._calm = 2, 0
+        elif not lone and self._calm >= CALM_TURNS:
+            self.blocks = max(self._base, self.blocks // 2)
+            self.parts = min(PARTS, 2 * self.parts)
+            self._calm = 0

@@ -63,7 +63,7 @@ def engine() -> list[Finding]:
         Finding(
             "completion",
             "ok" if batch else "note",
-            "one-block (default), batch-status available" if batch else "one-block only: the self-test failed",
+            "batch-status: the self-test passed" if batch else "one-block: the self-test failed",
         ),
         Finding(
             "first contact",

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 CompletionMode = Literal["auto", "one-block", "batch-status"]
 
+WIDEST = 512
+"""Most blocks in flight to one peer, where a stopped one is drained fast enough: more made nothing faster."""
 NOWHERE = 1
 """An address that no process has memory at: a peer refuses to write there, whoever it is."""
 
@@ -46,7 +48,7 @@ class MooncakeEngine:
 
     ``completion``: ``one-block`` asks for every block and needs nothing but the plain API; ``batch-status`` asks for
     whole batches through symbols the library exports, if this machine's wheel passes the self-test, and falls back to
-    one-block if not; ``auto`` is one-block. ``info.completion_mode`` says what it became.
+    one-block, with a warning, if not; ``auto`` does so without one. ``info.completion_mode`` says what it became.
 
     Making one blocks: a second or two where the self-test never ran, about a millisecond otherwise. Make the first
     before the loop is busy, or call ``mooncake_abi.trusted()`` in a thread before.
@@ -72,7 +74,8 @@ class MooncakeEngine:
         if code != 0:
             raise EngineUnavailableError("mooncake could not start", host=host, transport=transport, code=code)
         bound = mooncake_env.drain_bound(os.environ)
-        self.limits = limits or EngineLimits(window_blocks=min(64, bound), max_window_blocks=bound)
+        window = min(WIDEST, bound)
+        self.limits = limits or EngineLimits(max_batch_blocks=window, window_blocks=window, max_window_blocks=window)
         self.session = Session(f"{host}:{native.get_rpc_port()}")
         self.ports = tuple(sorted(listening_ports() - before))
         self._native: Any = native
@@ -87,10 +90,11 @@ class MooncakeEngine:
         self.info = EngineInfo("mooncake", mooncake_env.installed_version(), transport, self._completion.mode)
 
     def _choose(self, wish: CompletionMode) -> Completion[Any]:
-        if wish == "batch-status":
+        if wish != "one-block":
             abi = self._abi_for(mooncake_abi.BATCH_STATUS)
             if abi is not None:
                 return BatchStatus(self._native.batch_transfer_async_write, abi)
+        if wish == "batch-status":
             log.warning("mooncake's batch status may not be used on this machine; asking for every block instead")
         return OneBlock(self._native.transfer_submit_write, self._native.transfer_check_status)
 

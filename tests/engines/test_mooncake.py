@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from orchestrator.engines import mooncake as mooncake_engine
 from orchestrator.engines import mooncake_abi, mooncake_contact, mooncake_env
 from orchestrator.engines.base import Probe
-from orchestrator.engines.mooncake import MooncakeEngine
+from orchestrator.engines.mooncake import CompletionMode, MooncakeEngine
 from protocols.errors import BrokenPeerError, ClosedError, ConfigError, EngineUnavailableError
 from protocols.ids import Session
 from tests.engines.conformance import PATIENCE, until
@@ -77,6 +78,36 @@ class TestAgainstADouble:
         assert engine.info.completion_mode == "one-block"
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         await engine.close(0)
+
+    async def test_takes_the_cheaper_way_where_the_self_test_passed(
+        self, module: ModuleDouble, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class AbiDouble:
+            def __init__(self, *_: object) -> None: ...
+
+        monkeypatch.setattr(mooncake_abi, "trusted", lambda: frozenset({mooncake_abi.BATCH_STATUS}))
+        monkeypatch.setattr(mooncake_engine, "Abi", AbiDouble)
+        monkeypatch.setattr(NativeDouble, "batch_transfer_async_write", lambda *_: 0, raising=False)
+        wishes: tuple[CompletionMode, ...] = ("auto", "batch-status")
+        for wish in wishes:
+            engine = MooncakeEngine(completion=wish)
+            assert engine.info.completion_mode == "batch-status"
+            await engine.close(0)
+        engine = MooncakeEngine(completion="one-block")
+        assert engine.info.completion_mode == "one-block"
+        await engine.close(0)
+        assert caplog.records == []
+
+    @pytest.mark.parametrize(
+        "lanes, timeout, window", [("16", "5", 160), ("4", "30", 7), ("16", "1", 480), ("64", "1", 512)]
+    )
+    async def test_the_window_is_what_a_stopped_peer_may_leave_behind(
+        self, module: ModuleDouble, monkeypatch: pytest.MonkeyPatch, lanes: str, timeout: str, window: int
+    ) -> None:
+        monkeypatch.setenv("MC_TCP_LANES_PER_PEER", lanes)
+        monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", timeout)
+        limits = MooncakeEngine().limits
+        assert (limits.window_blocks, limits.max_window_blocks, limits.max_batch_blocks) == (window, window, window)
 
     async def test_memory_answers_become_words(self, engine: MooncakeEngine, native: NativeDouble) -> None:
         native.memory_code = -7

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from protocols.blocks import Ints
 from protocols.errors import LocalError
-from protocols.window import Window, WindowStatistics
+from protocols.window import CALM_TURNS, LONE_TURNS, PARTS, Width, Window, WindowStatistics
 
 
 def ints(values: list[int]) -> Ints:
@@ -106,3 +106,51 @@ def test_more_back_than_was_taken_is_an_error_and_changes_nothing(blocks: int, n
     with pytest.raises(LocalError, match="more permits"):
         window.give_back(blocks, nbytes)
     assert window.statistics() == WindowStatistics(2, 30, 2, 30)
+
+
+# -- how wide, in how many batches --------------------------------------------------------------------------------
+
+
+def test_usually_a_window_goes_in_quarters() -> None:
+    width = Width(160, 160, 160)
+    assert (width.blocks, width.batch, width.late) == (160, 40, False)
+    assert Width(2, 2, 64).batch == 1
+    assert Width(400, 400, 64).batch == 64, "never more than the engine takes"
+
+
+def test_a_dry_window_widens_and_goes_in_fewer_batches_within_the_bound() -> None:
+    width = Width(64, 160, 512)
+    seen = []
+    for _ in range(4):
+        width.refill(dry=True)
+        seen.append((width.blocks, width.batch))
+    assert seen == [(128, 64), (160, 160), (160, 160), (160, 160)]
+    assert width.late
+
+
+def test_when_calm_it_becomes_what_it_was() -> None:
+    width = Width(64, 160, 512)
+    for _ in range(2 + LONE_TURNS):
+        width.refill(dry=True)
+    assert (width.parts, width.blocks) == (2, 160), "one batch is dry whenever it lands: two are tried"
+    for _ in range(2 * CALM_TURNS):
+        width.refill(dry=False)
+    assert (width.parts, width.blocks, width.late) == (PARTS, 64, False)
+
+
+def test_the_try_with_two_batches_ends_where_the_loop_is_still_late() -> None:
+    width = Width(160, 160, 512)
+    for _ in range(2 + LONE_TURNS):
+        width.refill(dry=True)
+    assert width.parts == 2
+    width.refill(dry=True)
+    assert width.parts == 1
+
+
+@given(st.integers(1, 300), st.integers(1, 600), st.integers(1, 600), st.lists(st.booleans(), max_size=600))
+def test_the_bounds_hold_whatever_comes(base: int, most: int, batch: int, dry: list[bool]) -> None:
+    width = Width(base, most, batch)
+    for each in dry:
+        width.refill(each)
+        assert base <= width.blocks <= max(base, most)
+        assert 1 <= width.batch <= min(batch, width.blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from orchestrator.engines.loopback import LoopbackEngine, LoopbackFabric
 from orchestrator.engines.paced import PacedEngine
 from orchestrator.flow import Handover, Lane
 from orchestrator.outcome import Outcome
+from orchestrator.progress import Pacer
 from orchestrator.testing.cluster import Cluster
 from orchestrator.testing.pool import Pool
 from orchestrator.trace import Span
@@ -73,16 +75,28 @@ class Bench:
         self.outcomes: dict[int, Outcome] = {}
         self.done: list[Handover] = []
         self.failed: list[tuple[Handover, KvferryError]] = []
-        self.kicks = 0
-        self.lane = Lane(self.peer.session, self.engine, LoopClock(), self._kick, quantum)
+        self.due: list[float | None] = []
+        self.after: dict[Callable[[], object], None] = {}
+        self.lane = Lane(self.peer.session, self.engine, LoopClock(), self, quantum)
         self._at = 0
 
     async def connect(self) -> Bench:
         await self.engine.connect(self.peer.session, None, 1.0)
         return self
 
-    def _kick(self) -> None:
-        self.kicks += 1
+    def expect(self, _: object, due: float | None) -> None:
+        self.due.append(due)
+
+    def after_pass(self, callback: Callable[[], object]) -> None:
+        self.after[callback] = None
+
+    def poll(self) -> None:
+        """A pass of the pacer."""
+        self.engine.poll()
+        while self.after:
+            callback = next(iter(self.after))
+            del self.after[callback]
+            callback()
 
     def handover(self, room: int, *lengths: int) -> Handover:
         """Blocks of these lengths, each somewhere of its own; not yet posted."""
@@ -110,7 +124,7 @@ class Bench:
         for _ in range(100_000):
             if not self.engine.pending:
                 return
-            self.engine.poll()
+            self.poll()
         raise AssertionError("the engine never comes to rest")
 
 
@@ -149,7 +163,7 @@ async def test_the_window_is_never_exceeded(seed: int) -> None:
         handovers.append(bench.post(rng.randrange(5), *lengths))
         if rng.random() < 0.5:
             widest = limits.max_window_blocks
-            bench.engine.poll()
+            bench.poll()
     widest = limits.max_window_blocks
     bench.finish()
     assert all(handover.landed for handover in handovers)
@@ -182,7 +196,7 @@ async def test_permits_come_back_by_completion_and_nothing_else() -> None:
     gone.outcome.fail(TransferError("aborted"))
     bench.lane.stop(gone.outcome.key)
     for _ in range(3):
-        bench.engine.poll()
+        bench.poll()
     assert bench.engine.attempts == 4
     assert bench.lane.statistics().window.blocks == 64
     assert (gone.done, other.done) == (False, False)
@@ -230,12 +244,12 @@ async def test_a_small_room_waits_for_less_than_a_window_of_a_huge_one(size: int
     bench = await Bench().connect()
     bench.inner.copies_per_poll = 4
     huge = bench.post(1, *[size] * 4000)
-    bench.engine.poll()
+    bench.poll()
     before = huge.posted
     small = bench.post(2, size)
     polls = 0
     while not small.posted:
-        bench.engine.poll()
+        bench.poll()
         polls += 1
     assert huge.posted - before < STRICT.window_blocks
     assert polls * 4 <= STRICT.window_blocks, "not more than a window lands before it"
@@ -253,7 +267,7 @@ async def test_rooms_share_a_link_by_bytes() -> None:
     bench = await Bench(limits, quantum=1024).connect()
     handovers = [bench.post(room, *[size] * (240_000 // size)) for room, size in enumerate((64, 512, 1024))]
     for _ in range(60):
-        bench.engine.poll()
+        bench.poll()
     shares = [h.blocks.length[: h.posted].sum() for h in handovers]
     assert min(shares) > 30_000
     assert max(shares) - min(shares) <= 4096 + 2 * 1024, "the first filled a window alone, then they took turns"
@@ -270,13 +284,94 @@ async def test_ten_small_rooms_take_turns_with_a_huge_one() -> None:
     huge = bench.post(0, *[64] * 3000)
     small = [bench.post(room, *[64] * 20) for room in range(1, 11)]
     for _ in range(200):
-        bench.engine.poll()
+        bench.poll()
         if all(handover.done for handover in small):
             break
     assert all(handover.landed for handover in small)
     assert not huge.done
     assert huge.posted < 500, "it got its turns, not all of them"
     huge.outcome.fail(TransferError("enough"))
+    bench.finish()
+
+
+@pytest.mark.row("B3")
+async def test_a_small_room_finds_a_place_behind_ten_huge_ones() -> None:
+    """They hold half of the window between them: nothing of theirs has to land first."""
+    bench = await Bench().connect()
+    huge = [bench.post(room, *[1] * 400) for room in range(10)]
+    for _ in range(8):
+        bench.poll()
+    assert bench.lane.statistics().window.blocks <= 32
+    small = bench.post(99, 8)
+    assert small.posted == 1
+    bench.finish()
+    assert all(handover.landed for handover in (*huge, small))
+
+
+@pytest.mark.row("B3")
+async def test_however_many_small_rooms_come_the_huge_ones_go_on() -> None:
+    bench = await Bench().connect()
+    bench.inner.copies_per_poll = 16
+    huge = [bench.post(room, *[1] * 5000) for room in range(2)]
+    number = 100
+    for _ in range(50):
+        while bench.lane.statistics().rooms < 40:
+            number += 1
+            bench.post(number, *[1] * 16)
+        bench.poll()
+    assert all(handover.posted > 100 for handover in huge)
+    for handover in huge:
+        handover.outcome.fail(TransferError("enough"))
+    bench.finish()
+
+
+# -- refilling ----------------------------------------------------------------------------------------------------
+
+
+async def test_what_one_pass_freed_is_filled_at_once_and_a_dry_window_shows() -> None:
+    """All four batches had landed before the loop came round: then wider, and in fewer batches."""
+    limits = EngineLimits(max_batch_blocks=256, window_blocks=64, max_window_blocks=256)
+    bench = await Bench(limits).connect()
+    bench.post(1, *[1] * 4000)
+    assert bench.lane.batches == 4
+    bench.poll()
+    assert (bench.engine.attempts, bench.engine.blocks[bench.peer.session]) == (4 + 2, 128)
+    bench.poll()
+    assert (bench.engine.attempts, bench.engine.blocks[bench.peer.session]) == (4 + 2 + 1, 256)
+    bench.finish()
+
+
+async def test_a_window_that_is_never_dry_stays_as_it_is() -> None:
+    limits = EngineLimits(max_batch_blocks=256, window_blocks=64, max_window_blocks=256)
+    bench = await Bench(limits).connect()
+    bench.inner.copies_per_poll = 16
+    handover = bench.post(1, *[1] * 4000)
+    bench.finish()
+    assert handover.landed
+    assert bench.engine.peak_blocks == 64
+    assert bench.lane.batches == 4000 / 16
+
+
+async def test_large_blocks_go_in_several_batches_too() -> None:
+    """Eight of them fill the window: as one batch the link would stand still whenever it lands."""
+    bench = await Bench(EngineLimits(window_bytes=8192)).connect()
+    bench.post(1, *[1024] * 32)
+    assert bench.lane.batches == 4
+    bench.finish()
+
+
+async def test_it_says_when_the_engine_is_worth_asking() -> None:
+    bench = await Bench().connect()
+    for _ in range(10):
+        bench.post(1, *[8] * 10)
+        bench.finish()
+    assert bench.due[-1] is None, "nothing is in flight"
+    bench.post(1, *[8] * 200)
+    due = bench.due[-1]
+    assert due is not None
+    bench.poll()
+    assert bench.due[-1] is not None
+    assert bench.due[-1] > due
     bench.finish()
 
 
@@ -288,7 +383,7 @@ async def test_hand_overs_of_one_room_go_in_order() -> None:
     addresses = [address for address, _ in bench.engine.sent]
     assert addresses == [a for h in handovers for a in h.blocks.src.tolist()]
     assert bench.done == handovers
-    assert bench.kicks == bench.engine.attempts == bench.lane.statistics().batches
+    assert bench.engine.attempts == bench.lane.statistics().batches
 
 
 # -- stop ---------------------------------------------------------------------------------------------------------
@@ -353,7 +448,7 @@ async def test_idle_is_told_once_and_when_it_is_so() -> None:
     bench.post(1, *[8] * 200)
     bench.lane.when_idle(lambda: told.append("later"))
     assert told == ["now"]
-    bench.engine.poll()
+    bench.poll()
     assert told == ["now"]
     bench.finish()
     assert told == ["now", "later"]
@@ -390,7 +485,7 @@ async def test_a_failed_block_is_in_doubt_and_the_others_are_not() -> None:
     hold = Fault(nth(1), hold=True)
     bench = await Bench(STRICT, hold, Fault(nth(0), fail={3, 5})).connect()
     handover = bench.post(1, *[8] * 100)
-    bench.engine.poll()
+    bench.poll()
     assert [error for _, error in bench.failed] == [handover.error]
     assert not handover.done, "its second batch is still in flight"
     hold.release()
@@ -413,7 +508,7 @@ async def test_a_batch_that_the_engine_refuses_later_is_no_success() -> None:
     await engine.connect(peer.session, None, 1.0)
     errors: list[KvferryError] = []
     done: list[Handover] = []
-    lane = Lane(peer.session, engine, LoopClock(), lambda: None, 1)
+    lane = Lane(peer.session, engine, LoopClock(), Pacer(asyncio.get_running_loop(), LoopClock()), 1)
     one = np.array([8], np.int64)
     blocks = Blocks(one * 0 + src.ctypes.data, one * 0 + dst.ctypes.data, one)
     handover = Handover(

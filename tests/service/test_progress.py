@@ -167,6 +167,94 @@ async def test_what_turns_pending_amid_a_pass_is_not_forgotten(manual: Manual) -
     assert earlier.asked == 1
 
 
+# -- what is foreseen ---------------------------------------------------------------------------------------------
+
+
+async def test_nobody_asks_before_it_is_due(manual: Manual) -> None:
+    """Neither at the start nor after a pass; beyond it the pace follows the wait."""
+    pacer, engine = Pacer(asyncio.get_running_loop(), manual), Scripted(pending=1)
+    pacer.add(engine, foreseen=True)
+    pacer.expect("a lane", 10.001)
+    await idle_turns()
+    assert pacer.passes == 0
+    assert manual.armed == [pytest.approx(0.001)]
+    engine.pending = 2
+    engine.completes = 1
+    engine.then = lambda: pacer.expect("a lane", manual.seconds + 0.0015)
+    assert manual.pass_after(0.001) == pytest.approx(0.0015)
+    engine.then = lambda: None
+    assert manual.pass_after(0.0016) == SHORTEST_S
+    assert manual.pass_after(0.004) == pytest.approx(0.0056 * FRACTION)
+
+
+async def test_however_late_it_is_foreseen_the_pace_is_bounded(manual: Manual) -> None:
+    pacer, engine = Pacer(asyncio.get_running_loop(), manual), Scripted(pending=1)
+    pacer.add(engine, foreseen=True)
+    pacer.expect("a lane", 99.0)
+    assert manual.armed == [LONGEST_S]
+    assert manual.pass_after(LONGEST_S) == LONGEST_S
+
+
+async def test_what_is_due_at_once_is_asked_at_once(manual: Manual) -> None:
+    pacer, engine = Pacer(asyncio.get_running_loop(), manual), Scripted(pending=1)
+    pacer.add(engine, foreseen=True)
+    pacer.expect("a link of which nothing is known", 10.0)
+    await idle_turns()
+    assert (pacer.passes, manual.armed) == (1, [SHORTEST_S])
+
+
+async def test_the_earliest_counts_and_nothing_any_more_is_forgotten(manual: Manual) -> None:
+    pacer, engine = Pacer(asyncio.get_running_loop(), manual), Scripted(pending=2)
+    pacer.add(engine, foreseen=True)
+    pacer.expect("one", 10.0018)
+    pacer.expect("other", 10.0005)
+    assert manual.armed == [pytest.approx(0.0018), pytest.approx(0.0005)], "the newcomer is due before the next pass"
+    pacer.expect("third", 10.0017)
+    assert len(manual.armed) == 2, "this one is not"
+    engine.then = lambda: pacer.expect("other", None)
+    assert manual.pass_after(0.0005) == pytest.approx(0.0012)
+
+
+async def test_what_nobody_foresees_sets_the_pace(manual: Manual) -> None:
+    """An event on the device has no due time: it is not to wait for that of a batch."""
+    pacer, engine, events = Pacer(asyncio.get_running_loop(), manual), Scripted(pending=1), Scripted()
+    pacer.add(engine, foreseen=True)
+    pacer.add(events)
+    pacer.expect("a lane", 10.0019)
+    events.pending = 1
+    pacer.kick()
+    assert manual.armed == [pytest.approx(0.0019), SHORTEST_S]
+    assert manual.pass_after(SHORTEST_S) == SHORTEST_S
+
+
+async def test_after_a_pass_each_is_called_once(manual: Manual, caplog: pytest.LogCaptureFixture) -> None:
+    pacer, first, second = Pacer(asyncio.get_running_loop(), manual), Scripted(pending=1), Scripted(pending=1)
+    called: list[tuple[str, int]] = []
+
+    def refill() -> None:
+        called.append(("refill", second.asked))
+        raise ZeroDivisionError("a bug")
+
+    def other() -> None:
+        called.append(("other", second.asked))
+
+    def completion() -> None:
+        for callback in (refill, other, refill):
+            pacer.after_pass(callback)
+        assert called == []
+
+    first.then = completion
+    pacer.add(first)
+    pacer.add(second)
+    pacer.kick()
+    await idle_turns()
+    assert called == [("refill", 1), ("other", 1)], "when every source has said what it knows"
+    assert "a bug" in caplog.text
+    caplog.clear()
+    pacer.after_pass(other)
+    assert len(called) == 3, "at once when no pass is under way"
+
+
 async def test_closed_it_asks_nobody(manual: Manual) -> None:
     pacer, source = Pacer(asyncio.get_running_loop(), manual), Scripted(pending=1)
     pacer.add(source)
@@ -192,7 +280,7 @@ async def test_many_events_are_asked_one_a_stream(monkeypatch: pytest.MonkeyPatc
         pacer = cluster.prefill_nodes[0].pacer
         await until(lambda: pacer.passes >= 20)
         assert set(asked) == {("compute", 1)}
-        assert len(asked) <= pacer.passes
+        assert len(asked) <= pacer.passes + 1, "and once when it was recorded"
         device.run()
         await outcomes(cluster, handle)
 
