@@ -1,10 +1,10 @@
 """Windowed submission to one session, fair between rooms.
 
 A chunk hands over all blocks of a layer group at once; the lane submits them as the window allows, rooms taking turns:
-a turn is a quantum of bytes, or a batch in blocks, or one block that is larger. While several rooms queue, half of the
-window is kept free for those that have not had a turn yet, which go first: a small room does not wait until large ones
-have landed what they have in flight. Permits come back when the engine says a batch is terminal, never when somebody
-stops waiting (V5). A block is submitted once.
+a turn is a quantum of bytes, or a batch in blocks, or one block that is larger. A room whose first hand-over is no more
+than a turn goes before those that are in turn, and while several rooms queue half of the window is kept for such: a
+small room does not wait until large ones have landed what they have in flight. Permits come back when the engine says a
+batch is terminal, never when somebody stops waiting (V5). A block is submitted once.
 """
 
 from __future__ import annotations
@@ -138,14 +138,15 @@ class Lane:
         self._quantum = max(quantum_bytes, 1)
         self._window = Window(limits.window_blocks, limits.window_bytes)
         self._later = Window(limits.window_blocks, limits.window_bytes)
-        """The part of the window that rooms hold beyond their first turn."""
+        """The part of the window that rooms in turn hold."""
         self._width = Width(limits.window_blocks, limits.max_window_blocks, limits.max_batch_blocks)
         self._rooms: dict[RoomKey, deque[Handover]] = {}
         self._fresh: OrderedDict[RoomKey, None] = OrderedDict()
-        """Rooms that have not had a turn."""
+        """Rooms that are over with their first turn, so far as is known."""
         self._turns: OrderedDict[RoomKey, None] = OrderedDict()
         """The others, in turn."""
         self._fresh_went = False
+        self._fresh_flying = 0
         self._credit: dict[RoomKey, int] = {}
         self._pumping = False
         self._on_idle: list[Callable[[], object]] = []
@@ -168,7 +169,8 @@ class Lane:
         queue = self._rooms.get(key)
         if queue is None:
             queue = self._rooms[key] = deque()
-            self._fresh[key] = None
+            small = len(handover.blocks) <= self._width.batch and handover.span.bytes <= self._quantum
+            (self._fresh if small else self._turns)[key] = None
             self._credit[key] = 0
         queue.append(handover)
         self.pump()
@@ -204,15 +206,15 @@ class Lane:
         self._foresee()
 
     def _set_shares(self) -> None:
-        """Alone a room has the whole window; beside others those that had a turn share half of it."""
+        """Alone a room has the whole window; beside others those in turn share half of it."""
         blocks, nbytes = self._width.blocks, self._window.max_bytes
         self._window.max_blocks = blocks
         part = 1 if len(self._rooms) == 1 else 2
         self._later.max_blocks, self._later.max_bytes = max(1, blocks // part), max(1, nbytes // part)
 
     def _one_turn(self) -> bool:
-        """Let the room whose turn it is submit one batch. False when the window is full. Those without a turn so far
-        go first, but every second turn at most: however many come, the others go on."""
+        """Let the room whose turn it is submit one batch. False when the window is full. Fresh ones go first, but have
+        every second turn at most: however many come, the others go on."""
         fresh = bool(self._fresh) and not (self._fresh_went and self._turns)
         if self._submit_of(fresh):
             self._fresh_went = fresh
@@ -282,6 +284,8 @@ class Lane:
         self._window.take(count, nbytes)
         if share is not None:
             share.take(count, nbytes)
+        else:
+            self._fresh_flying += 1
         # However small its blocks, a turn is over after a batch.
         self._credit[key] += max(nbytes, count * self._quantum // self._width.batch)
         if handover.posted == len(handover.blocks):
@@ -307,6 +311,8 @@ class Lane:
         self._window.give_back(len(batch.blocks), nbytes)
         if share is not None:
             share.give_back(len(batch.blocks), nbytes)
+        else:
+            self._fresh_flying -= 1
         handover.inflight = [(at, other) for at, other in handover.inflight if other is not batch]
         if batch.failed:
             handover.in_doubt += [first + index for index in batch.in_doubt]
@@ -332,13 +338,14 @@ class Lane:
 
     def _foresee(self) -> None:
         """Tell when the next question is worth it: while blocks wait when half of the window has landed, else a little
-        before all has. Both correct themselves: what comes earlier than foreseen is learnt as such."""
+        before all has. Both correct themselves: what comes earlier than foreseen is learnt as such. A small room among
+        large ones is not to wait for either."""
         blocks, nbytes = self._window.blocks, self._window.nbytes
         if blocks == 0:
             self._pace.expect(self, None)
             return
         now = self._clock.now()
-        if not self.model.known:
+        if not self.model.known or (self._fresh_flying and self._rooms):
             self._pace.expect(self, now)
             return
         whole = self._busy is not None and self._busy.blocks == blocks

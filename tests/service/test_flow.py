@@ -299,8 +299,7 @@ async def test_a_small_room_finds_a_place_behind_ten_huge_ones() -> None:
     """They hold half of the window between them: nothing of theirs has to land first."""
     bench = await Bench().connect()
     huge = [bench.post(room, *[1] * 400) for room in range(10)]
-    for _ in range(8):
-        bench.poll()
+    bench.poll()
     assert bench.lane.statistics().window.blocks <= 32
     small = bench.post(99, 8)
     assert small.posted == 1
