@@ -6,7 +6,6 @@ No policy here: the coroutine in `transfer` asks, the forward pass and the lanes
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,6 +114,25 @@ def validate(spec: ChunkSpec, page_size: int, num_pages: int) -> ChunkData:
 class Chunk:
     """See the module. Its coroutine is the only one that awaits it."""
 
+    __slots__ = (
+        "_end",
+        "_fired",
+        "_groups",
+        "_pass_deadline",
+        "_waiting",
+        "data",
+        "degraded_by",
+        "fallback",
+        "forward",
+        "key",
+        "layerwise",
+        "machine",
+        "outstanding",
+        "room",
+        "taken",
+        "task",
+    )
+
     def __init__(self, data: ChunkData, room: PrefillRoom, layerwise: bool) -> None:
         self.data = data
         self.key = data.key
@@ -122,20 +140,20 @@ class Chunk:
         self.machine = Machine(CHUNK, ChunkState.REGISTERED)
         self.layerwise = layerwise
         self.forward: ForwardPass | None = None
-        self.taken: set[int] = set()
+        self.taken: frozenset[int] = frozenset()
         """Layers it has taken from its forward, each once (A6)."""
-        self.fallback: set[int] = set()
+        self.fallback: frozenset[int] = frozenset()
         """Layers sent after the forward's end."""
         self.degraded_by = ""
         self.outstanding = 0
         """Hand-overs that are not done."""
         self.task: asyncio.Task[None] | None = None
         self._pass_deadline: Timer | None = None
-        self._groups: deque[Group] = deque()
+        self._groups: list[Group] = []
         self._fired = False
         """A group of its pass fired for it, sent or not."""
         self._end: Group | None = None
-        self._wake: asyncio.Event = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -174,7 +192,7 @@ class Chunk:
         if self.layerwise and self.machine.state is not ChunkState.DEGRADED:
             self._fired = True
             self._groups.append(group)
-            self._wake.set()
+            self.wake()
             self.room.touch()
 
     def forward_ended(self, group: Group) -> None:
@@ -182,7 +200,7 @@ class Chunk:
         self.forward = None
         self.stop_watching()
         self.room.forward_ended(self, group.fired_at)
-        self._wake.set()
+        self.wake()
 
     def given_back(self, reason: str) -> None:
         """The pass was discarded. Pages of which a layer has fired may be rewritten by the next run: fail, unless the
@@ -198,7 +216,7 @@ class Chunk:
             self.machine.fire(ChunkEvent.DEGRADE)
             self.degraded_by = f"{type(exc).__name__}: {exc}"
             self._groups.clear()
-            self._wake.set()
+            self.wake()
             self.room.note_degraded(self)
         elif self.machine.state is not ChunkState.DEGRADED:
             self.fail(exc)
@@ -213,35 +231,40 @@ class Chunk:
         left, or the chunk goes monolithic. Raises what its event raised."""
         while True:
             if self._groups:
-                group = self._groups.popleft()
+                group = self._groups.pop(0)
                 await asyncio.shield(group.ready)
                 return None if self.machine.state is ChunkState.DEGRADED else group
             if self._end is not None or not self.layerwise or self.machine.state is ChunkState.DEGRADED:
                 return None
-            self._wake.clear()
-            await self._wake.wait()
+            await self._woken()
 
     async def forward_end(self) -> Group:
         """The group behind the forward's end event."""
         while self._end is None:
-            self._wake.clear()
-            await self._wake.wait()
+            await self._woken()
         return self._end
 
     async def settled(self) -> None:
         """Return when no hand-over of this chunk is outstanding."""
         while self.outstanding:
-            self._wake.clear()
-            await self._wake.wait()
+            await self._woken()
 
     async def turn(self) -> None:
         """Return when every chunk before this one has concluded (A9)."""
         while not self.room.is_next(self):
-            self._wake.clear()
-            await self._wake.wait()
+            await self._woken()
+
+    async def _woken(self) -> None:
+        """Return when something has changed. Nothing may be awaited between asking for it and this."""
+        self._waiting = self.room.sender.loop.create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
 
     def wake(self) -> None:
-        self._wake.set()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 def as_transfer_error(exc: Exception, **data: object) -> TransferError:

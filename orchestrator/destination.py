@@ -12,7 +12,7 @@ from orchestrator.digest import hash_pages
 from orchestrator.flow import Handover, Lane
 from orchestrator.link import Link
 from orchestrator.trace import Span
-from protocols.blocks import Blocks, Ints, check_units, layer_blocks, merge_runs, position_runs, split, summary
+from protocols.blocks import Blocks, Ints, check_units, merge_runs, position_runs, summary
 from protocols.codec import pack_indices, unpack_indices
 from protocols.coverage import Ledger, Runs
 from protocols.errors import MismatchError
@@ -21,7 +21,7 @@ from protocols.layout import LayerBuffer, Layout, Pair
 from protocols.leases import KINDS, UnitSet
 from protocols.machines import ChunkEvent
 from protocols.messages import AbortAck, Digest, Offer, Units
-from protocols.planning import ChunkPlan, check_total, plan_chunk, units_at
+from protocols.planning import ChunkPlan, check_total, pair_blocks, plan_chunk, units_at
 
 if TYPE_CHECKING:
     from orchestrator.prefill_room import PrefillRoom
@@ -152,10 +152,8 @@ class Destination:
             yield state, self._items(state, data.state_rows, self.state_rows), runs
 
     def _items(self, pairs: list[Pair], source: Ints, target: Ints) -> Blocks:
-        runs = merge_runs(source, target)
-        parts = [layer_blocks(runs, p.src.address, p.dst.address, p.src.item_len) for p in pairs]
         assert self.lane is not None, "a room is ready only when every destination is connected"
-        return split(Blocks.join(parts), self.lane.max_block_bytes)
+        return pair_blocks(merge_runs(source, target), pairs, self.lane.max_block_bytes)
 
     def stop(self, key: RoomKey) -> None:
         if self.lane is not None:

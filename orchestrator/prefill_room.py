@@ -173,8 +173,8 @@ class PrefillRoom:
     def _admit(self, destination: Destination, plan: ChunkPlan) -> None:
         """Predict how long the room's bytes take on this link. Raises TransferError, if so configured, when they
         cannot land by the deadline (N7)."""
-        predicted = destination.predict(plan)
-        if predicted is None or self.predicted is not None:
+        predicted = destination.predict(plan) if self.predicted is None else None
+        if predicted is None:
             return
         self.predicted = predicted
         left = self._latest - self.sender.clock.now()
@@ -187,7 +187,7 @@ class PrefillRoom:
         by_layer = self.sender.hooked_buffers
         return [buffer for layer in layers for buffer in by_layer.get(layer, ())]
 
-    def buffers_without(self, layers: set[int]) -> list[LayerBuffer]:
+    def buffers_without(self, layers: frozenset[int]) -> list[LayerBuffer]:
         """Every page buffer that was not sent with a fired layer."""
         return [b for b in self.sender.page_buffers if not (b.hooked and b.layer in layers)]
 

@@ -46,14 +46,14 @@ async def _send_groups(chunk: Chunk, room: PrefillRoom) -> None:
         room.check_chunk(chunk)
         while (group := await chunk.next_group()) is not None:
             fresh = tuple(layer for layer in dict.fromkeys(group.layers) if layer not in chunk.taken)
-            chunk.taken.update(fresh)
+            chunk.taken |= frozenset(fresh)
             room.hand_over(chunk, "group", room.hooked_buffers(fresh), group)
     except TransferError:
         raise
     except Exception as exc:
         if chunk.machine.state not in (ChunkState.REGISTERED, ChunkState.DEGRADED):
             raise
-        chunk.taken.clear()
+        chunk.taken = frozenset()
         chunk.setup_failed(exc)
 
 
@@ -64,7 +64,8 @@ async def _send_rest(chunk: Chunk, room: PrefillRoom) -> None:
     if chunk.machine.state is ChunkState.DEGRADED:
         room.check_chunk(chunk)
     rest = room.buffers_without(chunk.taken)
-    chunk.fallback.update(buffer.layer for buffer in rest)
-    room.hand_over(chunk, "fallback" if chunk.taken else "whole", rest, end)
+    if rest:
+        chunk.fallback = frozenset(buffer.layer for buffer in rest)
+        room.hand_over(chunk, "fallback" if chunk.taken else "whole", rest, end)
     if chunk.data.last:
         room.hand_over_aux(chunk, end)

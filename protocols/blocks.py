@@ -17,6 +17,8 @@ from protocols.errors import LayoutError, MismatchError
 Ints = npt.NDArray[np.int64]
 
 MAX_ADDRESS = 2**63 - 1
+ONE = np.ones(1, np.int64)
+ONE.flags.writeable = False
 MARKS = 1 << 24
 """Most marks (bytes) spent on finding a repeated index; a peer says how large its pool is."""
 
@@ -123,6 +125,8 @@ def merge_runs(src_pages: Ints, dst_pages: Ints) -> Runs:
     if len(src_pages) == 0:
         none = np.empty(0, np.int64)
         return Runs(none, none, none)
+    if len(src_pages) == 1:
+        return Runs(src_pages, dst_pages, ONE)
     breaks = np.flatnonzero((np.diff(src_pages) != 1) | (np.diff(dst_pages) != 1)) + 1
     starts = np.concatenate((np.zeros(1, np.int64), breaks))
     ends = np.concatenate((breaks, np.array([len(src_pages)], np.int64)))
@@ -133,15 +137,23 @@ def position_runs(positions: Ints) -> tuple[tuple[int, int], ...]:
     """Ascending absolute positions as (first, count) runs, the form coverage travels in."""
     if len(positions) == 0:
         return ()
+    first, last = int(positions[0]), int(positions[-1])
+    if last - first == len(positions) - 1:  # ascending and without a gap
+        return ((first, len(positions)),)
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     starts = np.concatenate((np.zeros(1, np.int64), breaks))
     ends = np.concatenate((breaks, np.array([len(positions)], np.int64)))
     return tuple(zip(positions[starts].tolist(), (ends - starts).tolist(), strict=True))
 
 
-def layer_blocks(runs: Runs, src_base: int, dst_base: int, item_len: int) -> Blocks:
-    """Blocks of one layer buffer: ``base + page * item_len``, one block a run (bytes; not yet split)."""
-    return Blocks(src_base + runs.src * item_len, dst_base + runs.dst * item_len, runs.count * item_len)
+def layer_blocks(runs: Runs, src_base: Ints | int, dst_base: Ints | int, item_len: int) -> Blocks:
+    """Blocks of one layer buffer, or of several with items of this length, one after the other: ``base + page *
+    item_len``, one block a run (bytes; not yet split)."""
+    return Blocks(
+        np.add.outer(src_base, runs.src * item_len).flatten(),
+        np.add.outer(dst_base, runs.dst * item_len).flatten(),
+        np.concatenate([runs.count * item_len] * np.size(src_base)),
+    )
 
 
 def split(blocks: Blocks, max_bytes: int) -> Blocks:
@@ -165,7 +177,7 @@ def check_units(indices: Ints, limit: int, what: str) -> None:
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= limit:
         raise MismatchError(f"{what} outside the registered region", lowest=low, highest=high, limit=limit)
-    if _repeats(indices - low, high - low + 1):
+    if len(indices) > 1 and _repeats(indices - low, high - low + 1):
         values, counts = np.unique(indices, return_counts=True)
         raise MismatchError(f"duplicate {what}", repeated=values[counts > 1][:4].tolist())
 

@@ -26,10 +26,26 @@ class ChunkPlan:
 
     def blocks(self, pairs: Sequence[Pair], max_bytes: int) -> Blocks:
         """Blocks of these buffers, none longer than ``max_bytes``."""
-        if len(self.runs) == 0:
-            return Blocks.empty()
-        parts = [layer_blocks(self.runs, p.src.address, p.dst.address, p.src.item_len) for p in pairs]
-        return split(Blocks.join(parts), max_bytes)
+        return pair_blocks(self.runs, pairs, max_bytes)
+
+
+def pair_blocks(runs: Runs, pairs: Sequence[Pair], max_bytes: int) -> Blocks:
+    """Blocks of these runs in every one of these buffers, none longer than ``max_bytes``."""
+    if len(runs) == 0:
+        return Blocks.empty()
+    alike: dict[int, list[Pair]] = {}
+    for pair in pairs:
+        alike.setdefault(pair.src.item_len, []).append(pair)
+    parts = [
+        layer_blocks(
+            runs,
+            np.array([pair.src.address for pair in same], np.int64),
+            np.array([pair.dst.address for pair in same], np.int64),
+            item_len,
+        )
+        for item_len, same in alike.items()
+    ]
+    return split(Blocks.join(parts), max_bytes)
 
 
 def plan_chunk(pages: Ints, positions: Ints, prefix_pages: int, destination: Ints) -> ChunkPlan:
@@ -40,7 +56,7 @@ def plan_chunk(pages: Ints, positions: Ints, prefix_pages: int, destination: Int
     """
     if len(pages) != len(positions):
         raise MismatchError("a chunk needs one position a page", pages=len(pages), positions=len(positions))
-    if len(positions) and not bool((np.diff(positions) > 0).all()):
+    if len(positions) > 1 and not bool((positions[1:] > positions[:-1]).all()):
         raise MismatchError("positions must ascend", positions=summary(positions))
     first = int(np.searchsorted(positions, prefix_pages))
     wanted = positions[first:]
