@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.testing.model.bounds import FULL, QUICK
 from orchestrator.testing.model.explore import Explorer
+from orchestrator.testing.model.harmless import NOBODY_ASKS
 from orchestrator.testing.model.mutations import all_mutations, applied
 from orchestrator.testing.model.survivors import cell_of, influence_in, planted, survey, unused_reasons
 from orchestrator.testing.model.system import System
@@ -58,5 +59,7 @@ def test_every_change_is_noticed_or_known_to_be_harmless_and_every_planted_fault
     assert [verdict.name for verdict in verdicts] == [mutation.name for mutation in all_mutations()]
     survivors = [verdict for verdict in verdicts if not verdict.noticed_in]
     assert not [verdict.name for verdict in survivors if not verdict.reason], "say why it is harmless, or model more"
+    asked = [verdict.name for verdict in survivors if verdict.is_asked_for and verdict.reason == NOBODY_ASKS]
+    assert not asked, "somebody does ask"
     assert not unused_reasons(verdicts), "these are noticed by now"
     assert not [fault.name for fault in planted(FULL) if not fault.noticed_in]

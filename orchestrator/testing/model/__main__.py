@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from orchestrator.testing.model.bounds import DEEP, FULL, QUICK, Bounds
@@ -93,11 +94,13 @@ def tell_of_mutations(configurations: Sequence[Bounds]) -> bool:
     verdicts = []
     for verdict in survey(configurations):
         verdicts.append(verdict)
-        if not verdict.noticed_in:
-            why = "it changes no step" if verdict.is_asked_for else "its cell is never asked for"
-            ran = f"after {', '.join(verdict.explored_in)}" if verdict.explored_in else why
+        if verdict.is_asked_for and not verdict.noticed_in:
+            ran = f"after {', '.join(verdict.explored_in)}" if verdict.explored_in else "it changes no step"
             say(f"{verdict.name}: survives ({ran}): {verdict.reason or 'NOBODY HAS SAID WHY'}")
     survivors = [verdict for verdict in verdicts if not verdict.noticed_in]
+    reasons = Counter(verdict.reason for verdict in survivors if not verdict.is_asked_for)
+    for reason, count in reasons.items():
+        say(f"{count} survive because their cell is never asked for: {reason or 'NOBODY HAS SAID WHY'}")
     say(f"{len(verdicts)} mutations of the tables, {len(verdicts) - len(survivors)} noticed")
     unused = unused_reasons(verdicts)
     for pattern in unused:

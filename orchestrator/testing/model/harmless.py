@@ -1,6 +1,6 @@
 """Mutations that the model does not notice, each with the reason why it does no harm (V3, V4, V5).
 
-Names may hold ``*``. An entry that excuses no survivor fails the test, and so does a survivor without an entry.
+Names may hold ``*``; the first entry counts. An entry that excuses no survivor fails the test, and so does a survivor without an entry.
 """
 
 _NEVER_FREE = "A unit that turns FREE leaves its lease in the same step: no event ever meets one there."
@@ -9,6 +9,7 @@ _FAILED_FIRST = "The book fails a lease before it tells it anything but a commit
 _COMMITTED_LIVE = "A commit of a lease that failed is refused before any unit is asked."
 _STAYS = "A unit without a cell for an event stays as it is, and this cell says the same."
 _ALREADY_FAILED = "The shell asks first whether the room takes the event, and if not, leaves it as it is."
+NOBODY_ASKS = "Nothing fires this event there, which without a cell would be an error, and nothing asks whether it may."
 _ONE_STEP = "Both actions are performed in the same step, and neither changes what the other says."
 
 HARMLESS: dict[str, str] = {
@@ -25,6 +26,12 @@ HARMLESS: dict[str, str] = {
     "LEASE_TABLE UNKNOWN DEADLINE: *": (
         "Units turn UNKNOWN at the acknowledgement deadline, and a room takes that event once: it never meets UNKNOWN."
     ),
+    "PREFILL_ROOM COMMITTING DRAINED: added, to COMMITTING": (
+        "The shell asks after the last write whether the room has drained; a cell that leads nowhere says no as well."
+    ),
+    "PREFILL_ROOM *: added, *": NOBODY_ASKS,
+    "DECODE_ROOM *: added, *": NOBODY_ASKS,
+    "ROLLOVER *: added, *": NOBODY_ASKS,
     "PREFILL_ROOM WAITING FAIL: to LINGERING": (
         "Nothing runs before a room is ready: it has drained in the same step, and no deadline of its drain can pass."
     ),

@@ -39,8 +39,8 @@ class Mutation:
 
 
 def all_mutations() -> list[Mutation]:
-    """Drop a cell, change its target to each other state, drop or replace an action, change the order of two. Of the
-    lease table also: add a cell where there is none."""
+    """Drop a cell, change its target to each other state, drop or replace an action, change the order of two; add a
+    cell where there is none."""
     return [*_of_leases(), *(mutation for name in ROOMS for mutation in _of_rooms(name))]
 
 
@@ -59,6 +59,7 @@ def _of_leases() -> Iterator[Mutation]:
 def _of_rooms(name: str) -> Iterator[Mutation]:
     table = ROOMS[name]
     known = {action: None for row in table.values() for _, actions in row.values() for action in actions}
+    events = {event: None for row in table.values() for event in row}
     for state, row in table.items():
         for event, (target, actions) in row.items():
             yield Mutation(name, state, event, "dropped", None)
@@ -75,6 +76,10 @@ def _of_rooms(name: str) -> Iterator[Mutation]:
                         yield Mutation(name, state, event, change, (target, changed))
             if len(actions) > 1:
                 yield Mutation(name, state, event, "actions in the other order", (target, actions[::-1]))
+        for event in events:
+            if event not in row:
+                for other in table:
+                    yield Mutation(name, state, event, f"added, to {other.name}", (other, ()))
 
 
 @contextmanager
