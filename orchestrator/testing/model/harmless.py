@@ -1,6 +1,7 @@
 """Mutations that the model does not notice, each with the reason why it does no harm (V3, V4, V5).
 
-Names may hold ``*``; the first entry counts. An entry that excuses no survivor fails the test, and so does a survivor without an entry.
+Names may hold ``*``; the first entry counts. An entry that excuses no survivor fails the test, and so does a survivor
+without an entry.
 """
 
 _NEVER_FREE = "A unit that turns FREE leaves its lease in the same step: no event ever meets one there."
