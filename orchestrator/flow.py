@@ -2,7 +2,7 @@
 
 A chunk hands over all blocks of a layer group at once; the lane submits them as the window allows, rooms taking turns:
 a turn is a quantum of bytes, or a batch in blocks, or one block that is larger. A room whose first hand-over is no more
-than a turn goes before those that are in turn, and while several rooms queue half of the window is kept for such: a
+than a turn goes before those that are in turn, and while several rooms queue part of the window is kept for such: a
 small room does not wait until large ones have landed what they have in flight. Permits come back when the engine says a
 batch is terminal, never when somebody stops waiting (V5). A block is submitted once.
 """
@@ -104,6 +104,8 @@ class LaneStatistics:
 
 EARLY_REFILL, EARLY_END = 0.5, 0.75
 """Parts of the time foreseen for what is in flight after which the engine is asked."""
+BLOCKS_SHARED, BYTES_SHARED = 2, 4
+"""While several rooms queue, those in turn have this part of the window: 80 blocks and 2 MiB still keep a link busy."""
 LONG_PERIOD_BYTES = 64 << 20
 """A busy period longer than this is observed in pieces."""
 
@@ -209,8 +211,9 @@ class Lane:
         """Alone a room has the whole window; beside others those in turn share half of it."""
         blocks, nbytes = self._width.blocks, self._window.max_bytes
         self._window.max_blocks = blocks
-        part = 1 if len(self._rooms) == 1 else 2
-        self._later.max_blocks, self._later.max_bytes = max(1, blocks // part), max(1, nbytes // part)
+        if len(self._rooms) > 1:
+            blocks, nbytes = max(1, blocks // BLOCKS_SHARED), max(1, nbytes // BYTES_SHARED)
+        self._later.max_blocks, self._later.max_bytes = blocks, nbytes
 
     def _one_turn(self) -> bool:
         """Let the room whose turn it is submit one batch. False when the window is full. Fresh ones go first, but have
