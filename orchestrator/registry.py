@@ -6,7 +6,9 @@ Live rooms belong to the loop; outcomes may be looked up from any thread.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.clock import Clock
@@ -30,6 +32,9 @@ class Room(Protocol):
 
 R = TypeVar("R", bound=Room)
 
+KEPT_SPANS = 65536
+"""Spans kept of ended rooms, all together: some 15 MB. A room of a long prompt has thousands."""
+
 
 class Verdict:
     """What is remembered of an ended room, and what its writers last said to each destination (by incarnation)."""
@@ -39,6 +44,29 @@ class Verdict:
     def __init__(self, outcome: Outcome, acks: dict[bytes, AbortAck]) -> None:
         self.outcome = outcome
         self.acks = acks
+
+
+class Timelines:
+    """The spans of the rooms that ended last. Older ones keep their result without them: verdicts are remembered for
+    minutes, and at hundreds of rooms a second their timelines would fill gigabytes."""
+
+    def __init__(self, at_most: int = KEPT_SPANS) -> None:
+        self._at_most = at_most
+        self._held = 0
+        self._outcomes: deque[tuple[Outcome, int]] = deque()
+
+    def keep(self, outcome: Outcome) -> None:
+        """Of the room that has just ended; the oldest make place. Loop thread."""
+        spans = len(outcome.result.spans) if outcome.result is not None else 0
+        if not spans:
+            return
+        self._outcomes.append((outcome, spans))
+        self._held += spans
+        while self._held > self._at_most:
+            oldest, count = self._outcomes.popleft()
+            self._held -= count
+            if oldest.result is not None:
+                oldest.result = replace(oldest.result, spans=())
 
 
 class Registry(Generic[R]):
@@ -53,6 +81,7 @@ class Registry(Generic[R]):
         self._generations: dict[int, RoomKey] = {}
         """The newest live generation of each room id."""
         self._stones: Tombstones[Verdict] = Tombstones(tombstone_s)
+        self._timelines = Timelines()
         self._outcomes: dict[RoomKey, Outcome] = {}
         self._lock = threading.Lock()
 
@@ -104,6 +133,7 @@ class Registry(Generic[R]):
         if self._generations.get(key.room) == key:
             del self._generations[key.room]
         self._stones.add(key, verdict, self._clock.now(), in_doubt=in_doubt)
+        self._timelines.keep(verdict.outcome)
         with self._lock:
             self._outcomes[key] = verdict.outcome
         self._foreign.remove(key)

@@ -61,13 +61,14 @@ class TransferResult:
     timing: dict[str, float]
     """Seconds by name; a name whose stamps are missing is absent."""
     spans: tuple[Span, ...] = field(default=(), repr=False)
+    """The timeline: empty again once many rooms have ended since (`registry.KEPT_SPANS` in all are kept)."""
     stamps: dict[str, float] = field(default_factory=dict, repr=False)
     """Monotonic seconds by name: known, ready, forward_end, done, committed, ended."""
 
     @property
     def bytes_per_s(self) -> float | None:
         """Bytes over the union of the intervals in which blocks were in flight: never above the line rate, also where
-        only the first of very many spans were kept."""
+        only the first of very many spans were kept. None without spans."""
         landed = [span for span in self.spans if span.landed is not None]
         busy = union_length((span.posted, span.landed) for span in landed)
         return sum(span.bytes for span in landed) / busy if busy else None

@@ -19,7 +19,9 @@ from orchestrator.engines.base import Engine, EngineLimits
 from orchestrator.engines.faulty import EVERY, Fault, nth
 from orchestrator.engines.paced import PacedEngine
 from orchestrator.log import PERIOD_S, RateLimited
+from orchestrator.outcome import Outcome
 from orchestrator.pages.ownership import owned_pages
+from orchestrator.registry import Timelines
 from orchestrator.testing.cluster import Cluster
 from orchestrator.testing.device import FakeDevice
 from orchestrator.testing.pool import Pool
@@ -323,6 +325,22 @@ def test_a_speed_counts_the_bytes_of_the_intervals_it_divides_by() -> None:
     assert TransferResult(**fields, bytes=1000).bytes_per_s == 100
     assert TransferResult(**fields, bytes=1_000_000).bytes_per_s == 100
     assert TransferResult(**fields | {"spans": ()}, bytes=1000).bytes_per_s is None
+
+
+@pytest.mark.row("D2")
+def test_only_the_timelines_of_the_latest_rooms_are_kept() -> None:
+    fields: dict[str, Any] = {"ok": True, "error": None, "bytes": 100, "blocks": 1, "chunks": 1, "layers_fired": 1}
+    fields |= {"layers_fallback": 0, "timing": {"transfer": 1.0}}
+    ended = [Outcome(RoomKey(room, 1)) for room in range(5)]
+    timelines = Timelines(at_most=7)
+    for outcome, spans in zip(ended, (3, 3, 0, 3, 9), strict=True):
+        span = Span(0, (1,), "group", 100, 1)
+        outcome.succeed(TransferResult(key=outcome.key, spans=(span,) * spans, **fields))
+        timelines.keep(outcome)
+        if outcome is ended[3]:
+            assert [len(result.spans) for each in ended if (result := each.result) is not None] == [0, 3, 0, 3]
+    results = [outcome.result for outcome in ended]
+    assert all(result is not None and not result.spans and result.timing == {"transfer": 1.0} for result in results)
 
 
 @pytest.mark.row("D2")
