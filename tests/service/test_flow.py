@@ -266,7 +266,7 @@ async def test_rooms_share_a_link_by_bytes() -> None:
     limits = EngineLimits(max_batch_blocks=16, window_blocks=64, max_window_blocks=64, window_bytes=4096)
     bench = await Bench(limits, quantum=1024).connect()
     handovers = [bench.post(room, *[size] * (240_000 // size)) for room, size in enumerate((64, 512, 1024))]
-    for _ in range(60):
+    for _ in range(150):
         bench.poll()
     shares = [h.blocks.length[: h.posted].sum() for h in handovers]
     assert min(shares) > 30_000
