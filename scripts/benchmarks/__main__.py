@@ -28,9 +28,10 @@ BENCHES = (
     "handshake",
     "memory",
     "plan",
+    "link",
 )
 """What ``all`` runs, in this order: modules `scripts.benchmarks.NAME` with ``run(quick) -> list[Figure]``. A new one
-(the link model's backtest, say) needs its name here and nothing else."""
+needs its name here and nothing else."""
 OPTIONAL = ("peers",)
 """Needs what not everybody has; never part of ``all``."""
 BENCH_SECONDS = 3600.0

@@ -9,6 +9,7 @@ from scripts.benchmarks import (
     gil,
     handshake,
     hook,
+    link,
     memory,
     overlap,
     peers,
@@ -95,6 +96,12 @@ def test_memory() -> None:
 def test_plan() -> None:
     figures = plan.measure(runs=2, growth=(1_000, 2_000), slices=(2_000,))
     check(figures)
+
+
+@real
+@patient
+def test_link() -> None:
+    check(link.measure(link.Size(pages=8, learning=10, rooms=4, shape=TINY)))
 
 
 @real
