@@ -102,8 +102,8 @@ class LaneStatistics:
     batches: int
 
 
-EARLY_REFILL, EARLY_END = 0.5, 0.75
-"""Parts of the time foreseen for what is in flight after which the engine is asked."""
+EARLY = 0.5
+"""Part of the time foreseen for what is in flight after which the engine is asked."""
 BLOCKS_SHARED, BYTES_SHARED = 2, 4
 """While several rooms queue, those in turn have this part of the window: 80 blocks and 2 MiB still keep a link busy."""
 LONG_PERIOD_BYTES = 64 << 20
@@ -340,9 +340,9 @@ class Lane:
                 callback()
 
     def _foresee(self) -> None:
-        """Tell when the next question is worth it: while blocks wait when half of the window has landed, else a little
-        before all has. Both correct themselves: what comes earlier than foreseen is learnt as such. A small room among
-        large ones is not to wait for either."""
+        """Tell when the next question is worth it: when half of what is in flight should have landed, beyond which the
+        window could run dry or the end be seen late. That corrects itself: what comes earlier than foreseen is learnt
+        as such. A small room among large ones is not to wait for it."""
         blocks, nbytes = self._window.blocks, self._window.nbytes
         if blocks == 0:
             self._pace.expect(self, None)
@@ -353,7 +353,7 @@ class Lane:
             return
         whole = self._busy is not None and self._busy.blocks == blocks
         seconds = self.model.costs().seconds(nbytes, blocks, float(whole))
-        self._pace.expect(self, now + seconds * (EARLY_REFILL if self._rooms else EARLY_END))
+        self._pace.expect(self, now + seconds * EARLY)
 
     def _observe(self) -> None:
         """Teach the model at the end of a busy period, or once a long one has moved enough."""
