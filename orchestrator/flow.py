@@ -207,11 +207,17 @@ class Lane:
             self._pumping = False
         self._foresee()
 
+    @property
+    def _in_turns(self) -> bool:
+        """Rooms are to share the window finely. Not while the loop comes round late: each submission costs a wait for
+        the GIL then, and turns of a few blocks would make every room late."""
+        return len(self._rooms) > 1 and not self._width.late
+
     def _set_shares(self) -> None:
-        """Alone a room has the whole window; beside others those in turn share half of it."""
+        """Alone a room has the whole window; beside others those in turn share a part of it."""
         blocks, nbytes = self._width.blocks, self._window.max_bytes
         self._window.max_blocks = blocks
-        if len(self._rooms) > 1:
+        if self._in_turns:
             blocks, nbytes = max(1, blocks // BLOCKS_SHARED), max(1, nbytes // BYTES_SHARED)
         self._later.max_blocks, self._later.max_bytes = blocks, nbytes
 
@@ -251,7 +257,7 @@ class Lane:
         """How many of these blocks a batch takes: its part of the window in bytes, beside other rooms what is left of
         the turn; at least one."""
         left = self._window.max_bytes // self._width.parts
-        if len(self._rooms) > 1:
+        if self._in_turns:
             left = min(left, self._quantum - self._credit[key])
         for count, length in enumerate(waiting):
             left -= length

@@ -279,6 +279,9 @@ class Link:
         if self.closed or not self._needed:
             return
         silence = self._clock.now() - self.last_heard
+        if silence >= self._config.tombstone_s:
+            self._owner.on_broken(self, BrokenPeerError("the peer stays silent", seconds=self._config.tombstone_s))
+            return
         if silence >= self._config.silence_s and not self.silent:
             self.silent = True
             self._owner.on_silent(self)

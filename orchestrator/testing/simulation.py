@@ -261,7 +261,8 @@ class Simulation:
     async def _rest(self) -> None:
         """With nothing to do a process sends nothing and waits for nothing, and in time it forgets what was (V8)."""
         world = self.world
-        lost = any(host.gone for host in world.hosts) or (world.counts["crashes"] and not self._plan.named)
+        ends = any(plan.kind in ("crash", "leave") for plan in self._plan.faults)
+        lost = any(host.gone for host in world.hosts) or (ends and not self._plan.named)
         if self._is_stuck():
             return
         # A peer of which nobody says that it is gone is told again and again, and asked, until it is given up.

@@ -260,3 +260,22 @@ async def test_a_rollover_to_a_session_that_another_process_had_goes_on_to_a_thi
                 break
         assert results[-1]
         assert decode._receiver.session == "D:3"
+
+
+async def test_a_prefill_that_dies_before_its_rollover_ack_is_not_asked_for_ever() -> None:
+    """Seed 201233: it was pinged for as long as the decode lived."""
+    brief = replace(CONFIG, silence_s=0.3, tombstone_s=0.8)
+    async with a_scene() as scene:
+        node, decode = await scene.decode(port=1, then=2, config=brief)
+        assert await ended(scene.expect(decode, 1))
+        scene.network.filter = lambda direction, frame: [] if b"rollover_ack" in frame else [frame]
+        decode.roll_over("an operator asks")
+        receiver = node.receiver
+        assert receiver is not None
+        await until(lambda: receiver.rollover.fences == 1)
+        await until(lambda: all(link.unacked == 0 for link in receiver.dialer.links.values()))
+        scene.network.filter = lambda direction, frame: []
+        await until(lambda: not receiver.dialer.links)
+        frames = sum(direction == "to_prefill" for direction, _ in scene.network.frames)
+        await asyncio.sleep(0.3)
+        assert sum(direction == "to_prefill" for direction, _ in scene.network.frames) == frames
