@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from orchestrator.clock import Clock
 from orchestrator.engines.base import Batch, Engine
 from orchestrator.outcome import Outcome
-from orchestrator.progress import Pace
+from orchestrator.progress import LONGEST_S, Pace
 from orchestrator.trace import Span
 from protocols.blocks import Blocks
 from protocols.errors import BrokenPeerError, KvferryError
@@ -106,6 +106,8 @@ EARLY = 0.5
 """Part of the time foreseen for what is in flight after which the engine is asked."""
 BLOCKS_SHARED, BYTES_SHARED = 2, 4
 """While several rooms queue, those in turn have this part of the window: 80 blocks and 2 MiB still keep a link busy."""
+LATE_S = 0.0025
+"""A pass that comes so long after it was due was kept from coming: half of a switch interval."""
 LONG_PERIOD_BYTES = 64 << 20
 """A busy period longer than this is observed in pieces."""
 
@@ -149,6 +151,7 @@ class Lane:
         """The others, in turn."""
         self._fresh_went = False
         self._fresh_flying = 0
+        self._due = 0.0
         self._credit: dict[RoomKey, int] = {}
         self._pumping = False
         self._on_idle: list[Callable[[], object]] = []
@@ -337,7 +340,7 @@ class Lane:
     def _refill(self) -> None:
         """After all that one pass learnt: only then does a dry window show, and one batch can take what is free."""
         if self._rooms:
-            self._width.refill(dry=self._window.idle)
+            self._width.refill(dry=self._window.idle, late=self._clock.now() - self._due > LATE_S)
         self.pump()
         self._observe()
         if self._on_idle and self.idle:
@@ -353,13 +356,14 @@ class Lane:
         if blocks == 0:
             self._pace.expect(self, None)
             return
-        now = self._clock.now()
+        self._due = now = self._clock.now()
         if not self.model.known or (self._fresh_flying and self._rooms):
             self._pace.expect(self, now)
             return
         whole = self._busy is not None and self._busy.blocks == blocks
         seconds = self.model.costs().seconds(nbytes, blocks, float(whole))
-        self._pace.expect(self, now + seconds * EARLY)
+        self._due = now + min(seconds * EARLY, LONGEST_S)
+        self._pace.expect(self, self._due)
 
     def _observe(self) -> None:
         """Teach the model at the end of a busy period, or once a long one has moved enough."""

@@ -89,9 +89,9 @@ PARTS = 4
 class Width:
     """How many blocks a window holds and how many a batch takes, by how late the loop comes round.
 
-    A window that ran dry while blocks were waiting was too small for how late that was (a busy forward thread holds the
-    GIL): it widens, within what a stopped peer may leave behind, and goes in fewer batches, because every submission is
-    another wait for the GIL. When calm it narrows again.
+    A window that ran dry while blocks were waiting was too small: it widens, within what a stopped peer may leave
+    behind. Where it did because the loop came late (a busy forward thread holds the GIL), it goes in fewer batches,
+    because every submission is another wait for the GIL. When calm it becomes what it was.
     """
 
     def __init__(self, base: int, most: int, max_batch: int) -> None:
@@ -112,12 +112,13 @@ class Width:
     def late(self) -> bool:
         return self.parts < PARTS
 
-    def refill(self, dry: bool) -> None:
-        """Note a refill that found blocks waiting; ``dry``: and nothing in flight any more."""
+    def refill(self, dry: bool, late: bool) -> None:
+        """Note a refill that found blocks waiting; ``dry``: and nothing in flight any more; ``late``: well after it was
+        due."""
         lone = self.parts == 1
-        if dry and not lone:
+        if dry and (late or self.blocks < self._most) and not lone:
             self.blocks = min(self._most, 2 * self.blocks)
-            self.parts //= 2
+            self.parts = self.parts // 2 if late else self.parts
             self._calm = 0
             return
         self._calm += 1

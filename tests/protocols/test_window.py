@@ -122,28 +122,35 @@ def test_a_dry_window_widens_and_goes_in_fewer_batches_within_the_bound() -> Non
     width = Width(64, 160, 512)
     seen = []
     for _ in range(4):
-        width.refill(dry=True)
+        width.refill(dry=True, late=True)
         seen.append((width.blocks, width.batch))
     assert seen == [(128, 64), (160, 160), (160, 160), (160, 160)]
     assert width.late
 
 
+def test_a_dry_window_of_a_loop_that_was_on_time_only_widens() -> None:
+    width = Width(64, 160, 512)
+    for _ in range(9):
+        width.refill(dry=True, late=False)
+    assert (width.blocks, width.parts, width.late) == (160, PARTS, False)
+
+
 def test_when_calm_it_becomes_what_it_was() -> None:
     width = Width(64, 160, 512)
     for _ in range(2 + LONE_TURNS):
-        width.refill(dry=True)
+        width.refill(dry=True, late=True)
     assert (width.parts, width.blocks) == (2, 160), "one batch is dry whenever it lands: two are tried"
     for _ in range(2 * CALM_TURNS):
-        width.refill(dry=False)
+        width.refill(dry=False, late=True)
     assert (width.parts, width.blocks, width.late) == (PARTS, 64, False)
 
 
 def test_the_try_with_two_batches_ends_where_the_loop_is_still_late() -> None:
     width = Width(160, 160, 512)
     for _ in range(2 + LONE_TURNS):
-        width.refill(dry=True)
+        width.refill(dry=True, late=True)
     assert width.parts == 2
-    width.refill(dry=True)
+    width.refill(dry=True, late=True)
     assert width.parts == 1
 
 
@@ -151,6 +158,6 @@ def test_the_try_with_two_batches_ends_where_the_loop_is_still_late() -> None:
 def test_the_bounds_hold_whatever_comes(base: int, most: int, batch: int, dry: list[bool]) -> None:
     width = Width(base, most, batch)
     for each in dry:
-        width.refill(each)
+        width.refill(each, late=len(dry) % 2 == 0)
         assert base <= width.blocks <= max(base, most)
         assert 1 <= width.batch <= min(batch, width.blocks)
