@@ -10,7 +10,15 @@ from fnmatch import fnmatchcase
 
 UNKNOWN = "not explained yet"
 
-REASONS: dict[tuple[str, str], str] = {}
+REASONS: dict[tuple[str, str], str] = {
+    ("gil", "*: exposed"): "each native submission gives the GIL back and waits up to a switch interval for it again: "
+    "four fifths of the loop's samples stand there (docs/performance.md)",
+    (
+        "link",
+        "*: error of the prediction, median",
+    ): "the same formula fitted to these rooms afterwards errs by more: the "
+    "machine does not repeat itself more exactly (docs/performance.md)",
+}
 
 
 def reason_for(bench: str, case: str, metric: str) -> str:
