@@ -153,6 +153,29 @@ async def test_scattered_pages_fill_their_batches() -> None:
         assert scene.lane.batches - before <= blocks / (scene.engine.limits.window_blocks / 4) + GROUPS
 
 
+async def test_a_forward_of_the_host_asks_nobody_for_its_events() -> None:
+    """They have completed when they are recorded: no pass of the poller is for them."""
+    async with Scene(pages=1) as scene:
+        sender = scene.cluster.prefill_nodes[0].sender
+        assert sender is not None
+        queries = await counted(lambda: sender._watcher.queries, scene.send(1))
+        assert queries == GROUPS + 1
+        assert sender._watcher.pending == 0
+
+
+async def test_a_long_transfer_takes_a_pass_a_batch() -> None:
+    """Refilled once a pass: as many passes as windows, where all that is in flight lands at once."""
+    async with Scene(pages=256) as scene:
+        pacer = scene.cluster.prefill_nodes[0].pacer
+        pages = 2 * np.random.default_rng(1).permutation(128)
+        handle = scene.cluster.decode().expect(1 << 20, 1, scene.cluster.addresses, pages, total_tokens=128 * PAGE_SIZE)
+        before = pacer.passes
+        scene.cluster.forward([ChunkSpec(room=1 << 20, gen=1, pages=pages, last=True)])
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await handle).ok
+        assert pacer.passes - before <= 128 * LAYERS / scene.engine.limits.window_blocks + 2 * GROUPS
+
+
 async def test_a_burst_of_deposits_wakes_the_loop_once() -> None:
     """Everything that one forward deposits before the loop comes round: its chunks, its groups, its end."""
     async with Scene(pages=100) as scene:
