@@ -6,7 +6,7 @@ Live rooms belong to the loop; outcomes may be looked up from any thread.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
@@ -53,20 +53,26 @@ class Timelines:
     def __init__(self, at_most: int = KEPT_SPANS) -> None:
         self._at_most = at_most
         self._held = 0
-        self._outcomes: deque[tuple[Outcome, int]] = deque()
+        self._outcomes: OrderedDict[RoomKey, tuple[Outcome, int]] = OrderedDict()
 
     def keep(self, outcome: Outcome) -> None:
         """Of the room that has just ended; the oldest make place. Loop thread."""
         spans = len(outcome.result.spans) if outcome.result is not None else 0
         if not spans:
             return
-        self._outcomes.append((outcome, spans))
+        self.forget(outcome.key)
+        self._outcomes[outcome.key] = outcome, spans
         self._held += spans
         while self._held > self._at_most:
-            oldest, count = self._outcomes.popleft()
+            _, (oldest, count) = self._outcomes.popitem(last=False)
             self._held -= count
             if oldest.result is not None:
                 oldest.result = replace(oldest.result, spans=())
+
+    def forget(self, key: RoomKey) -> None:
+        """The room itself is forgotten."""
+        _, count = self._outcomes.pop(key, (None, 0))
+        self._held -= count
 
 
 class Registry(Generic[R]):
@@ -161,6 +167,7 @@ class Registry(Generic[R]):
             self._forget(key)
 
     def _forget(self, key: RoomKey) -> None:
+        self._timelines.forget(key)
         with self._lock:
             self._outcomes.pop(key, None)
 
