@@ -99,7 +99,7 @@ class _Demo:
         texts = self._fleet.call(self._single, wire.Detokenize([self._tokens(case) for case in cases]), list[str], 10.0)
         self._results.texts = {case.name: text for case, text in zip(cases, texts, strict=True)}
         for worker in (self._decode, self._prefill):
-            self._fleet.call(worker, wire.Close(), NOTHING, CLOSE_SECONDS)
+            self._fleet.finish(worker, CLOSE_SECONDS)
 
     def _open(self, cache: str) -> None:
         options, fleet = self._options, self._fleet

@@ -149,6 +149,11 @@ class Fleet:
                     if isinstance(answer, wire.Failed):
                         raise WorkerError(answer.text, expected=answer.expected)
 
+    def finish(self, worker: Worker, timeout: float) -> None:
+        """Let one worker close everything in order and end. Raises like `result`."""
+        self.call(worker, wire.Close(), type(None), timeout)
+        self.retire(worker)  # now: its end is no surprise to whoever waits for the next
+
     def retire(self, worker: Worker) -> None:
         """Let one worker end by itself."""
         self._selector.unregister(worker.socket)

@@ -166,3 +166,11 @@ def test_nothing_leaks_between_the_parent_and_the_child(fleet: Fleet) -> None:
     fleet.call(worker, wire.Tokenize([]), list[list[int]], 20)
     fleet.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_worker_that_has_finished_does_not_end_the_wait_for_the_next(fleet: Fleet) -> None:
+    first, second = start(fleet), start(fleet)
+    fleet.finish(first, 20)
+    assert first.process.returncode == 0
+    fleet.call(second, wire.Connect("time.sleep(0.2)"), type(None), 20)
+    fleet.finish(second, 20)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.peers.worker import Worker
+from tests.peers.worker import PROGRESS_S, Worker
 
 pytestmark = pytest.mark.mooncake
 
@@ -119,7 +119,10 @@ def test_a_stopped_decode_holds_up_nobody_but_itself(start: Start) -> None:
     result = prefill.ask("finished", room=1, gen=1, timeout=10)
     assert not result["ok"]
     assert time.monotonic() - since < CONFIG["silence_s"] + CONFIG["drain_timeout_s"] + SLACK
-    transfer(prefill, healthy, room=3, count=10)
+    for room in range(10, 1000):
+        transfer(prefill, healthy, room=room, count=10)
+        if time.monotonic() - since > 2 * PROGRESS_S + SLACK:
+            break  # the engine has given the first of its writes up
     stopped.resume()
     result = stopped.ask("wait", room=1, gen=1, timeout=10)
     assert not result["ok"]

@@ -41,7 +41,9 @@ START_S = 30.0
 """Seconds for a worker to start: it loads the native library, and the first one of all tries its symbols out."""
 ANSWER_S = 20.0
 """Seconds for any other answer, beyond the time the question itself allows."""
-ENVIRONMENT = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1", "MC_TCP_STATUS_TIMEOUT_SEC": "1"}
+PROGRESS_S = 1
+"""After so many seconds without progress the engine gives a write up."""
+ENVIRONMENT = {"MC_TCP_PROGRESS_TIMEOUT_SEC": str(PROGRESS_S), "MC_TCP_STATUS_TIMEOUT_SEC": str(PROGRESS_S)}
 """A stopped peer is given up after a second instead of five: tests wait for it."""
 
 
