@@ -108,6 +108,10 @@ BLOCKS_SHARED, BYTES_SHARED = 2, 4
 """While several rooms queue, those in turn have this part of the window: 80 blocks and 2 MiB still keep a link busy."""
 LATE_S = 0.0025
 """A pass that comes so long after it was due was kept from coming: half of a switch interval."""
+SMOOTH = 0.1
+"""Weight of the newest submission in the running mean of what one costs."""
+SLOW_S = 0.02
+"""A submission that took longer met with something else: it counts as this."""
 LONG_PERIOD_BYTES = 64 << 20
 """A busy period longer than this is observed in pieces."""
 
@@ -156,6 +160,9 @@ class Lane:
         self._pumping = False
         self._on_idle: list[Callable[[], object]] = []
         self._busy: _Busy | None = None
+        self.submission_s = 0.0
+        """Seconds that the engine keeps the loop with a submission, of late: beside a forward thread that holds the GIL
+        it waits for that, too."""
         self.model = LinkModel()
         """What this link costs, learnt from its busy periods."""
         self.batches = 0
@@ -284,6 +291,7 @@ class Lane:
         except KvferryError as exc:
             self._refused(handover, exc)
             return
+        self.submission_s += SMOOTH * (min(self._clock.now() - now, SLOW_S) - self.submission_s)
         key = handover.outcome.key
         handover.posted += count
         handover.inflight.append((first, batch))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from orchestrator.config import Config
-from protocols.grouping import adaptive_groups, closing_layers, fixed_groups
+from protocols.grouping import CHUNK_S, OVERHEAD_S, adaptive_groups, closing_layers, fixed_groups
 from protocols.layout import LayerBuffer
 
 SMOOTH = 0.3
@@ -29,9 +29,12 @@ class GroupPlan:
 
 
 class GroupPlanner:
-    """One prefill rank's plans, by the size of the pass."""
+    """One prefill rank's plans, by the size of the pass: its pages and its chunks, each to a power of two."""
 
-    def __init__(self, buffers: Sequence[LayerBuffer], config: Config, seconds: Seconds) -> None:
+    def __init__(
+        self, buffers: Sequence[LayerBuffer], config: Config, seconds: Seconds, submission: Callable[[], float]
+    ) -> None:
+        """``submission``: seconds that handing a batch to the engine keeps the loop, of late."""
         paged = [buffer for buffer in buffers if buffer.unit == "page" and buffer.hooked]
         self._hooked = tuple(sorted({buffer.layer for buffer in paged})) if config.layerwise else ()
         layers = max(1, len(self._hooked))
@@ -40,34 +43,38 @@ class GroupPlanner:
         self._largest = config.layer_group or config.max_layer_group
         self._adaptive = config.layer_group is None
         self._seconds = seconds
-        self._compute: dict[int, float] = {}
+        self._submission = submission
+        self._compute: dict[tuple[int, int], float] = {}
         self._blocks_per_page = 1.0
         if self._adaptive:
             sizes = adaptive_groups(len(self._hooked), self._largest, None, None)
         else:
             sizes = fixed_groups(len(self._hooked), self._largest)
         self._default = GroupPlan(self._hooked, sizes)
-        self._plans: dict[int, GroupPlan] = {}
+        self._plans: dict[tuple[int, int], GroupPlan] = {}
 
-    def plan_for(self, pages: int) -> GroupPlan:
-        """Forward thread. The plan for a pass that writes so many pages."""
-        return self._plans.get(pages.bit_length(), self._default)
+    def plan_for(self, pages: int, chunks: int = 1) -> GroupPlan:
+        """Forward thread. The plan for a pass that writes so many pages of so many chunks."""
+        return self._plans.get((pages.bit_length(), chunks.bit_length()), self._default)
 
     def fragmented(self, runs: int, pages: int) -> None:
         """A chunk's pages were found to lie in so many runs."""
         if pages:
             self._blocks_per_page += SMOOTH * (runs / pages - self._blocks_per_page)
 
-    def observe(self, pages: int, seconds: float, layers: int) -> None:
-        """A pass of so many pages took this long for so many layers. Loop thread."""
+    def observe(self, pages: int, chunks: int, seconds: float, layers: int) -> None:
+        """A pass of so many pages and chunks took this long for so many layers. Loop thread."""
         if not self._adaptive or layers <= 0 or seconds <= 0:
             return
-        size = pages.bit_length()
+        size = pages.bit_length(), chunks.bit_length()
         measured = seconds / layers
         known = self._compute.get(size, measured)
         compute = self._compute[size] = known + SMOOTH * (measured - known)
         transfer = self._seconds(pages * self._page_bytes, pages * self._buffers * self._blocks_per_page)
         if transfer is not None:
-            sizes = adaptive_groups(len(self._hooked), self._largest, compute, transfer)
-            if sizes != self.plan_for(pages).sizes:
+            # Beside a forward thread that holds the GIL a submission waits for it, and so does the question after it: a
+            # switch interval each. Small groups would wait for longer than the forward takes.
+            overhead = OVERHEAD_S + max(CHUNK_S, 2 * self._submission()) * chunks
+            sizes = adaptive_groups(len(self._hooked), self._largest, compute, transfer, overhead)
+            if sizes != self.plan_for(pages, chunks).sizes:
                 self._plans[size] = GroupPlan(self._hooked, sizes)

@@ -64,13 +64,13 @@ class Prefill:
         sender = self._sender
         pages = sum(len(data.pages) for data in taken)
         forward = ForwardPass(
-            sender.planner.plan_for(pages),
+            sender.planner.plan_for(pages, len(taken)),
             sender.events,
             self._inbox,
             sender.clock,
             sender.watch,
             bool(taken),
-            partial(sender.planner.observe, pages),
+            partial(sender.planner.observe, pages, len(taken)),
         )
         forward.refused = refused
         if taken and not self._put(self._sender.register, forward, taken):

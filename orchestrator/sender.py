@@ -98,7 +98,7 @@ class Sender:
         self.pins = PinBook(layout.num_pages)
         self._contacts = Contacts(engine, layout, config, clock, rng, self._start, pacer.kick)
         self.sessions = Sessions(self, self._contacts)
-        self.planner = GroupPlanner(self.page_buffers, config, self.sessions.slowest)
+        self.planner = GroupPlanner(self.page_buffers, config, self.sessions.slowest, self.sessions.submission)
         self.reception = Reception(self, me, network, self._contacts, rng)
         self._tasks: dict[asyncio.Task[None], None] = {}
         """In the order of their start: a simulated run must not depend on addresses."""

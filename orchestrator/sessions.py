@@ -54,6 +54,10 @@ class Sessions:
         known = [lane.model for lane in self.lanes.values() if lane.model.known]
         return max((model.costs().seconds(nbytes, blocks, 0) for model in known), default=None)
 
+    def submission(self) -> float:
+        """Seconds that a submission keeps the loop, of late, where it does so longest."""
+        return max((lane.submission_s for lane in self.lanes.values()), default=0.0)
+
     def note_doubt(self, room: PrefillRoom) -> bool:
         """An ended room left units in doubt: its verdict is remembered until they are fenced, or until the peer that
         could ask is gone. True if it must be."""

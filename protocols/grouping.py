@@ -6,7 +6,8 @@ as small as its own cost allows, and each one before it as large as can be sent 
     size(n) · transfer + overhead ≤ size(n + 1) · compute        (seconds a layer; n counts towards the end)
 
 which grows geometrically when the link is faster than the forward: few submissions, one exposed layer. When the link is
-the slower one there is a backlog whatever the grouping, and the largest groups cost least.
+the slower one there is a backlog, and it is shortest when the link is busy from the first layer on: groups stay as small
+as their own cost allows. That cost is the loop's, which must keep up with the groups as they fire.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from __future__ import annotations
 import math
 
 OVERHEAD_S = 0.0003
-"""What one group costs beside its bytes: an event, a wake-up, a hand-over, a poll (measured, generous)."""
+"""What one group costs beside its bytes: an event, a wake-up, a poll (measured, generous)."""
+CHUNK_S = 0.0001
+"""And for each chunk of the pass, at the least: a plan, a hand-over, a submission (measured, generous)."""
+LEISURE = 2.0
+"""Groups fire no faster than so many times their cost: half of the loop's time is for everything else."""
 STATIC_TAIL = (1, 1, 2, 4)
 """The tail while nothing has been measured, from the end."""
 
@@ -35,13 +40,12 @@ def adaptive_groups(
         return ()
     if compute_s is None or transfer_s is None or compute_s <= 0:
         return _from_the_end(layers, largest, list(STATIC_TAIL))
-    if transfer_s >= compute_s:
-        return fixed_groups(layers, largest)
     tail = [min(largest, max(1, math.ceil(overhead_s / compute_s)))]
+    steady = math.ceil(LEISURE * overhead_s / compute_s)
     while sum(tail) < layers and tail[-1] < largest:
         hidden = tail[-1] * compute_s - overhead_s
         fits = math.floor(hidden / transfer_s) if transfer_s > 0 else largest
-        tail.append(min(largest, max(tail[-1], fits)))
+        tail.append(min(largest, max(tail[-1], steady, fits)))
     return _from_the_end(layers, largest, tail)
 
 

@@ -23,12 +23,14 @@ from scripts.benchmarks.quiet import quiet
 from scripts.benchmarks.rig import Rig, next_generation
 
 SHAPE = Shape("mha", layers=8, item_len=16 << 10)
-PAGES_EACH = 16
+PAGES_EACH = 32
 SLOTS = 96
 """Rooms that have pages of their own; the next ones take the pages of rooms that are quiet by then."""
 PER_SECOND = 500.0
 DELAY_S = 0.006
-"""From the offer to the abort: too short for 4 MiB among others."""
+"""From the offer to the abort: too short for 8 MiB among others, as a rule."""
+TOO_LATE = 0.1
+"""More rooms than this part, complete before their abort, and the storm is none."""
 SETTLE_S = 10.0
 
 
@@ -113,9 +115,10 @@ def _storm(rig: Rig, victims: Sequence[Request], count: int) -> tuple[list[Abort
             run_forward(rig.shape.layers, Compute(), forward.layer_end)
     storm: list[Aborted] = rig.decodes[0].receive(120.0)
     results = [_result(rig, room.number, gen) for room in rooms]
-    if any(result.ok for result in results):
-        raise RuntimeError("a room of the storm was complete before its abort: it must be larger")
-    return storm, sum(bool(result.blocks) for result in results) / count
+    ended = [one for one, result in zip(storm, results, strict=True) if not result.ok]
+    if len(ended) < (1 - TOO_LATE) * count:
+        raise RuntimeError(f"{count - len(ended)} rooms were complete before their abort: they must be larger")
+    return ended, sum(bool(result.blocks) for result in results) / count
 
 
 def _result(rig: Rig, room: int, gen: int) -> TransferResult:

@@ -25,6 +25,8 @@ SHARES = (0.1, 0.3, 0.6, 1.2)
 SHORT_FORWARD_S = 0.010
 """A prompt of one page still runs through every layer."""
 GROUP = 8
+WARM_UP = 4
+"""Requests after which group sizes have followed from one share to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ def _by_share(rig: Rig, asked: Sequence[Request], size: Size) -> list[tuple[floa
 def _rounds(rig: Rig, asked: Sequence[Request], compute: Compute, runs: int) -> Times:
     """Every side once a round, in turn."""
     times = Times()
+    for _ in range(WARM_UP):
+        _verified(rig, asked, None, [], compute)
     passes = {group: rig.passes(asked, group) for group in times.pools}
     senders: dict[int, Sender] = {group: rig.threadpool(group) for group in times.pools}
     monolithic = rig.monolithic()

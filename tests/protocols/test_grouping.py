@@ -42,14 +42,23 @@ def test_a_fast_link_exposes_one_layer_and_every_other_group_is_hidden(compute: 
 
 
 @pytest.mark.row("N6")
-def test_a_slow_link_gets_the_largest_groups() -> None:
-    assert adaptive_groups(30, 8, 0.01, 0.02) == (8, 8, 8, 6)
+def test_a_slow_link_is_busy_from_the_first_layer_on() -> None:
+    """A first group of eight layers kept it idle for as long as they took to compute."""
+    assert adaptive_groups(30, 8, 0.01, 0.02) == (1,) * 30
+
+
+@pytest.mark.row("N6")
+def test_where_handing_over_takes_longer_than_computing_groups_are_large() -> None:
+    """Ten chunks, 0.85 ms a layer: 32 groups of one layer kept the loop busy for longer than the forward took."""
+    assert adaptive_groups(32, 8, 0.00085, 0.0005, overhead_s=0.0013) == (2, 4, 4, 4, 4, 4, 4, 4, 2)
+    assert adaptive_groups(32, 8, 0.00085, 0.0005, overhead_s=0.0103) == (8, 8, 8, 8)
 
 
 @pytest.mark.row("N6")
 def test_a_short_forward_pays_for_few_groups() -> None:
     """With 0.1 ms a layer a group's own cost is three layers: smaller ones would not be hidden."""
-    assert min(adaptive_groups(30, 8, 0.0001, 0.00002)) == 3
+    sizes = adaptive_groups(30, 8, 0.0001, 0.00002)
+    assert (sizes[-1], sizes[-2], len(sizes)) == (3, 6, 5)
 
 
 def test_the_tail_tapers_before_anything_was_measured() -> None:
