@@ -6,8 +6,8 @@ as small as its own cost allows, and each one before it as large as can be sent 
     size(n) · transfer + overhead ≤ size(n + 1) · compute        (seconds a layer; n counts towards the end)
 
 which grows geometrically when the link is faster than the forward: few submissions, one exposed layer. When the link is
-the slower one there is a backlog, and it is shortest when the link is busy from the first layer on: groups stay as small
-as their own cost allows. That cost is the loop's, which must keep up with the groups as they fire.
+the slower one there is a backlog, and it is shortest when the link is busy from the first layer on: groups stay as
+small as their own cost allows. That cost is the loop's, which must keep up with the groups as they fire.
 """
 
 from __future__ import annotations

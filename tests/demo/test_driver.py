@@ -44,6 +44,9 @@ class PretendFleet:
         self.send(worker, command)
         return self.result(worker, kind, timeout)
 
+    def finish(self, worker: PretendWorker, timeout: float) -> None:
+        self.call(worker, wire.Close(), None, timeout)
+
     def wait_expecting(self, timeout: float) -> None:
         assert self.commands[-1][0] == "decode"
 
