@@ -63,6 +63,11 @@ REASONS: dict[tuple[str, str], str] = {
         "warm*",
     ): "the engine's own latency for a block is 0.3 to 0.7 ms here, as the link model learns it, and "
     "the Offer's way is beside it",
+    ("plan", "1,000,000 tokens*"): "the target is for 100,000 tokens; the list of a million pages is paired in one go",
+    (
+        "throughput",
+        "*",
+    ): "windows of 160 blocks at most, which a stopped peer is drained of within a minute; raw has an ideal one",
     (
         "link",
         "*: error of the prediction, median",
