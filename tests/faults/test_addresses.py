@@ -66,6 +66,7 @@ async def test_memory_that_was_never_registered_fails_rooms_opens_the_breaker_an
             assert not (await prefill.ended(room, 1)).ok
             await prefill.source_free(room, 1)
             assert (await within(fine)).ok, "its neighbour is served"
+            assert (await prefill.ended(100 + room, 1)).ok, "and counted"
             assert healthy.wrong(100 + room, 1, pages, slot=room) == []
             await until(lambda count=number + 1: decode.quarantined() == (0, 8 * count))  # type: ignore[misc]
             assert not handle.units_free()
