@@ -53,7 +53,7 @@ class Config:
     """A peer that says nothing for this long while rooms are open ends those rooms (seconds)."""
     tombstone_s: float = 600.0
     """How long the verdict of an ended room is remembered (seconds); a peer that acknowledges nothing for so long, or
-    stays silent while it is asked, is given up."""
+    stays silent while it is asked, is given up, but never before `silence_s`."""
 
     rollover_timeout_s: float = 5.0
     """Rooms of the old engine's session may finish for this long after a rollover began (seconds)."""

@@ -87,6 +87,7 @@ class Link:
         self._owner = owner
         self._clock = clock
         self._config = config
+        self._patience_s = max(config.tombstone_s, config.silence_s)
         self._call_soon = call_soon
         self._channel = Channel(rng, owner.counters)
         self._open: dict[RoomKey, float] = {}
@@ -143,10 +144,9 @@ class Link:
         if self.closed or not self.up:
             return
         now, owed = self._clock.now(), self._channel.owed_since
-        if owed is not None and now - owed > self._config.tombstone_s:
+        if owed is not None and now - owed > self._patience_s:
             # What it would have to answer is forgotten by now; and a peer that died unheard is not told for ever.
-            seconds = self._config.tombstone_s
-            self._owner.on_broken(self, BrokenPeerError("the peer acknowledges nothing", seconds=seconds))
+            self._owner.on_broken(self, BrokenPeerError("the peer acknowledges nothing", seconds=self._patience_s))
             return
         for message in self._channel.take_due(now):
             self.send(message)
@@ -279,8 +279,8 @@ class Link:
         if self.closed or not self._needed:
             return
         silence = self._clock.now() - self.last_heard
-        if silence >= self._config.tombstone_s:
-            self._owner.on_broken(self, BrokenPeerError("the peer stays silent", seconds=self._config.tombstone_s))
+        if self.silent and silence >= self._patience_s:
+            self._owner.on_broken(self, BrokenPeerError("the peer stays silent", seconds=self._patience_s))
             return
         if silence >= self._config.silence_s and not self.silent:
             self.silent = True

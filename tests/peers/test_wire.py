@@ -641,7 +641,7 @@ async def test_what_belongs_to_an_earlier_dial_is_late_on_both_sides() -> None:
 
 @pytest.mark.row("C7")
 async def test_a_peer_that_talks_and_acknowledges_nothing_is_given_up() -> None:
-    async with cluster(config=dataclasses.replace(QUICK, tombstone_s=1.0)) as c:
+    async with cluster(config=dataclasses.replace(QUICK, silence_s=1.0, tombstone_s=1.0)) as c:
         raw = await raw_decode(c)
         raw.alive = False
         raw.send(Abort(room=5, gen=1, origin="decode", reason="for what is never here"))
@@ -650,3 +650,21 @@ async def test_a_peer_that_talks_and_acknowledges_nothing_is_given_up() -> None:
             while raw.me in sender(c).reception.links:
                 raw.send(Ping(number=1), ack=0)
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.row("C7")
+async def test_verdicts_that_are_soon_forgotten_make_nobody_impatient() -> None:
+    """`tombstone_s` bounds how long a peer is waited for, but never below the silence that a peer may keep."""
+    async with cluster(config=dataclasses.replace(QUICK, tombstone_s=0.01)) as c:
+        raw = await raw_decode(c)
+        raw.alive = False
+        raw.send(raw.offer(5, 1, DST, total_tokens=TOKENS, aux_slot=2))
+        await until(lambda: sender(c).rooms.live(KEY))
+        raw.send(Abort(room=9, gen=1, origin="decode", reason="for what is never here"))
+        await raw.hear(AbortAck, 9)
+        await asyncio.sleep(1.0)  # resent, and not acknowledged
+        assert raw.me in sender(c).reception.links
+        assert c.prefill().poll(*KEY) is RoomStatus.WAITING
+        raw.alive = True
+        c.forward([spec()])
+        assert (await raw.hear(Done)).status == "ok"
