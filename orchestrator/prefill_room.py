@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.chunk import Chunk, ChunkData, as_transfer_error
-from orchestrator.clock import Timer
+from orchestrator.deadlines import Deadlines
 from orchestrator.destination import Destination
 from orchestrator.flow import Handover
 from orchestrator.forward import Group
@@ -60,11 +60,8 @@ class PrefillRoom:
         self._expected: int | None = None
         self._offered: asyncio.Future[None] = sender.loop.create_future()
         self._next_token = 0
-        self._latest = sender.clock.now() + sender.config.room_timeout_s
-        self._progress = sender.clock.now()
-        self._deadline: Timer | None = None
-        self._arm_deadline(sender.config.bootstrap_timeout_s)
-        self._drain: Timer | None = None
+        self._deadlines = Deadlines(sender.clock, sender.config.room_timeout_s, self._expired)
+        self._deadlines.wait(sender.config.bootstrap_timeout_s)
 
     def __repr__(self) -> str:
         offered = f"{len(self.destinations)}/{self._expected or '?'}"
@@ -99,7 +96,7 @@ class PrefillRoom:
         self.chunks[data.key.start_token] = chunk
         self._sequence.append(chunk)
         self._next_token = data.end_token
-        self._progress = self.sender.clock.now()
+        self.touch()
         self.sender.pins.pin(self.key, data.pages)
         if not data.fake:
             chunk.task = self.sender.start_task(run_chunk(chunk, self))
@@ -113,7 +110,7 @@ class PrefillRoom:
 
     def touch(self) -> None:
         """Something of the room moved: the progress deadline counts from now."""
-        self._progress = self.sender.clock.now()
+        self._deadlines.touch()
 
     def forward_ended(self, chunk: Chunk, at: float) -> None:
         self.touch()
@@ -129,7 +126,7 @@ class PrefillRoom:
             raise MismatchError("the decode ranks disagree about their number", said=expected, before=self._expected)
         self._expected = expected
         self.destinations[destination.link.peer] = destination
-        self._latest = min(self._latest, self.sender.clock.now() + destination.offer.deadline_ms / 1000)
+        self._deadlines.shorten(destination.offer.deadline_ms / 1000)
         destination.link.open_room(self.key)
         self.check_ready()
 
@@ -155,8 +152,8 @@ class PrefillRoom:
             return
         self.stamps["ready"] = self.sender.clock.now()
         self.outcome.transferring()
-        self._progress = self.sender.clock.now()
-        self._arm_deadline(self.sender.config.progress_timeout_s)
+        self.touch()
+        self._deadlines.wait(self.sender.config.progress_timeout_s)
         self._fire(PrefillEvent.READY)
         self._offered.set_result(None)
 
@@ -177,7 +174,7 @@ class PrefillRoom:
         if predicted is None:
             return
         self.predicted = predicted
-        left = self._latest - self.sender.clock.now()
+        left = self._deadlines.left
         if self.sender.config.admission and predicted > left:
             raise TransferError(
                 "the room cannot land by its deadline", predicted_s=round(predicted, 3), left_s=round(left, 3)
@@ -219,7 +216,9 @@ class PrefillRoom:
     def _span(self, chunk: Chunk, kind: str, layers: tuple[int, ...], blocks: int, nbytes: int, group: Group) -> Span:
         span = Span(chunk.key.start_token, layers, kind, nbytes, blocks)
         span.fired, span.queued = group.fired_at, self.sender.clock.now()
-        span.ready = group.ready_at = group.ready_at or span.queued  # the chunk may hear before the group's own stamp
+        if group.ready_at is None:
+            group.ready_at = span.queued  # the chunk may hear before the group's own stamp
+        span.ready = group.ready_at
         if blocks and len(self.spans) < MAX_SPANS:
             self.spans.append(span)
         return span
@@ -248,7 +247,7 @@ class PrefillRoom:
     def handover_done(self, destination: Destination, chunk: Chunk, handover: Handover) -> None:
         """Called by the lane when nothing of the hand-over runs or will run. Permits were returned before."""
         self.outstanding -= 1
-        self._progress = self.sender.clock.now()
+        self.touch()
         chunk.outstanding -= 1
         chunk.wake()
         if not handover.landed and not self.outcome.failed:
@@ -322,7 +321,7 @@ class PrefillRoom:
     def _send_done(self) -> None:
         now = self.sender.clock.now()
         self.stamps["done"] = now
-        self._arm_deadline(self.sender.config.commit_timeout_s)
+        self._deadlines.wait(self.sender.config.commit_timeout_s)
         for destination in self.destinations.values():
             destination.link.post(
                 Done(
@@ -338,7 +337,7 @@ class PrefillRoom:
             )
 
     def _stop(self) -> None:
-        self._arm_deadline(None)
+        self._deadlines.stop()
         for chunk in self.chunks.values():
             if chunk.machine.accepts(ChunkEvent.FAIL):
                 chunk.machine.fire(ChunkEvent.FAIL)
@@ -349,19 +348,16 @@ class PrefillRoom:
         for destination in self.destinations.values():
             destination.stop(self.key)
         if self.outstanding:
-            self._drain = self.sender.clock.call_later(self.sender.config.drain_timeout_s, self._drain_expired)
+            self._deadlines.drain(self.sender.config.drain_timeout_s, self._drain_expired)
 
     def _drain_expired(self) -> None:
         if self.machine.accepts(PrefillEvent.DRAIN_DEADLINE):
             self._fire(PrefillEvent.DRAIN_DEADLINE)
 
     def _expired(self) -> None:
-        idle = (now := self.sender.clock.now()) - self._progress
-        if self.machine.state is PrefillState.SENDING and now < self._latest:
-            left = self.sender.config.progress_timeout_s - idle
-            if left > 0:
-                self._arm_deadline(left)
-                return
+        idle = self._deadlines.idle
+        if self.machine.state is PrefillState.SENDING and self._deadlines.go_on(self.sender.config.progress_timeout_s):
+            return
         waits = {PrefillState.WAITING: "for its offers and its registration", PrefillState.COMMITTING: "for Committed"}
         self.fail(
             DeadlineError(
@@ -376,18 +372,8 @@ class PrefillRoom:
             )
         )
 
-    def _arm_deadline(self, delay: float | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = None
-        if delay is not None:
-            until = max(0.0, min(delay, self._latest - self.sender.clock.now()))
-            self._deadline = self.sender.clock.call_later(until, self._expired)
-
     def _end(self) -> None:
-        for timer in (self._deadline, self._drain):
-            if timer is not None:
-                timer.cancel()
+        self._deadlines.close()
         for chunk in self.chunks.values():
             chunk.stop_watching()
         if not self._offered.done():

@@ -18,7 +18,7 @@ MAX_LINES = 400
 # stands in its own line or above. A module that stands nowhere fails: give it its place.
 FLOORS: list[tuple[str, ...]] = [
     ("config", "metrics", "trace", "clock", "log", "timerfd", "pages", "digest", "hosts"),
-    ("inbox", "outcome", "perfetto"),
+    ("inbox", "outcome", "perfetto", "deadlines"),
     ("engines",),
     ("progress", "cuda_events", "curve", "wire", "planner"),
     ("registry", "flow", "link", "guests", "hello", "contacts", "dialer", "reception"),
