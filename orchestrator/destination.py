@@ -9,7 +9,8 @@ import numpy as np
 
 from orchestrator.chunk import Chunk, ChunkData
 from orchestrator.digest import hash_pages
-from orchestrator.flow import Handover, Lane
+from orchestrator.flow import Lane
+from orchestrator.handover import Handover
 from orchestrator.link import Link
 from orchestrator.trace import Span
 from protocols.blocks import Blocks, Ints, check_units, merge_runs, position_runs, summary

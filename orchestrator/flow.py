@@ -9,89 +9,19 @@ batch is terminal, never when somebody stops waiting (V5). A block is submitted 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from orchestrator.clock import Clock
 from orchestrator.engines.base import Batch, Engine
-from orchestrator.outcome import Outcome
+from orchestrator.handover import Handover
 from orchestrator.progress import LONGEST_S, Pace
-from orchestrator.trace import Span
-from protocols.blocks import Blocks
 from protocols.errors import BrokenPeerError, KvferryError
 from protocols.ids import RoomKey, Session
 from protocols.linkmodel import LinkModel
+from protocols.turns import Turns
 from protocols.window import Width, Window, WindowStatistics
-
-
-class Handover:
-    """Blocks of one room for one session, and what became of them. `done` when nothing of it runs or will run."""
-
-    __slots__ = (
-        "_on_done",
-        "_on_failed",
-        "blocks",
-        "done",
-        "error",
-        "in_doubt",
-        "inflight",
-        "missed",
-        "outcome",
-        "posted",
-        "span",
-    )
-
-    def __init__(
-        self,
-        outcome: Outcome,
-        blocks: Blocks,
-        span: Span,
-        on_done: Callable[[Handover], None],
-        on_failed: Callable[[Handover, KvferryError], None],
-    ) -> None:
-        """``on_failed`` hears of the first failure at once, ``on_done`` when what ran before it has drained."""
-        self.outcome = outcome
-        self.blocks = blocks
-        self.span = span
-        self.posted = 0
-        """Blocks submitted so far: the first ``posted`` of ``blocks``."""
-        self.inflight: list[tuple[int, Batch]] = []
-        """(index of its first block, batch) for every batch that is not terminal."""
-        self.in_doubt: list[int] = []
-        """Indices of submitted blocks that FAILED or timed out."""
-        self.missed = 0
-        """Blocks of accepted batches that the engine refused all the same: they never left."""
-        self.error: KvferryError | None = None
-        self.done = False
-        self._on_done = on_done
-        self._on_failed = on_failed
-
-    @property
-    def landed(self) -> bool:
-        """Every block was submitted and COMPLETED."""
-        return self.done and self.is_complete
-
-    @property
-    def is_complete(self) -> bool:
-        """Every block was submitted, and none of them failed so far."""
-        return self.posted == len(self.blocks) and not self.in_doubt and not self.missed
-
-    def unfinished(self) -> list[int]:
-        """Indices of blocks that are submitted and not terminal."""
-        return [first + i for first, batch in self.inflight for i in range(len(batch.blocks))]
-
-    def fail(self, error: KvferryError) -> None:
-        """A write of it failed or was refused: the room submits nothing more, what runs is drained."""
-        if self.error is None:
-            self.error = error
-            self.span.failed = True
-            self._on_failed(self, error)
-
-    def finish(self) -> None:
-        if not self.done:
-            self.done = True
-            self._on_done(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +73,13 @@ class Lane:
         self._engine = engine
         self._clock = clock
         self._pace = pace
-        self._quantum = max(quantum_bytes, 1)
         self._window = Window(limits.window_blocks, limits.window_bytes)
         self._later = Window(limits.window_blocks, limits.window_bytes)
         """The part of the window that rooms in turn hold."""
         self._width = Width(limits.window_blocks, limits.max_window_blocks, limits.max_batch_blocks)
         self._rooms: dict[RoomKey, deque[Handover]] = {}
-        self._fresh: OrderedDict[RoomKey, None] = OrderedDict()
-        """Rooms that are over with their first turn, so far as is known."""
-        self._turns: OrderedDict[RoomKey, None] = OrderedDict()
-        """The others, in turn."""
-        self._fresh_went = False
-        self._fresh_flying = 0
+        self._turns: Turns[RoomKey] = Turns(quantum_bytes)
         self._due = 0.0
-        self._credit: dict[RoomKey, int] = {}
         self._pumping = False
         self._on_idle: list[Callable[[], object]] = []
         self._busy: _Busy | None = None
@@ -181,9 +104,8 @@ class Lane:
         queue = self._rooms.get(key)
         if queue is None:
             queue = self._rooms[key] = deque()
-            small = len(handover.blocks) <= self._width.batch and handover.span.bytes <= self._quantum
-            (self._fresh if small else self._turns)[key] = None
-            self._credit[key] = 0
+            small = len(handover.blocks) <= self._width.batch and handover.span.bytes <= self._turns.quantum
+            self._turns.add(key, fresh=small)
         queue.append(handover)
         self.pump()
 
@@ -232,35 +154,25 @@ class Lane:
         self._later.max_blocks, self._later.max_bytes = blocks, nbytes
 
     def _one_turn(self) -> bool:
-        """Let the room whose turn it is submit one batch. False when the window is full. Fresh ones go first, but have
-        every second turn at most: however many come, the others go on."""
-        fresh = bool(self._fresh) and not (self._fresh_went and self._turns)
-        if self._submit_of(fresh):
-            self._fresh_went = fresh
-            return True
-        if not fresh and self._fresh and self._submit_of(True):
-            self._fresh_went = True
-            return True
-        return False
+        """Let one room submit one batch. False when the window has no place for any whose turn it is."""
+        return any(self._submit_of(key) for key in self._turns.candidates())
 
-    def _submit_of(self, fresh: bool) -> bool:
-        """One batch of the next room of that kind. False when the window has no place for it."""
-        key = next(iter(self._fresh if fresh else self._turns))
+    def _submit_of(self, key: RoomKey) -> bool:
+        """One batch of this room. False when the window has no place for it."""
         handover = self._rooms[key][0]
         if handover.outcome.failed:
             self.stop(key)
             return True
+        share = None if self._turns.is_fresh(key) else self._later
         first, at_most = handover.posted, self._width.batch
         waiting: list[int] = handover.blocks.length[first : first + at_most].tolist()
         waiting = waiting[: self._bytes_fit(waiting, key)]
         count = self._window.fitting(waiting, at_most)
-        if not fresh and count:
-            count = self._later.fitting(waiting[:count], at_most)
+        if share is not None and count:
+            count = share.fitting(waiting[:count], at_most)
         if count == 0:
             return False
-        self._submit(handover, first, count, sum(waiting[:count]), None if fresh else self._later)
-        if key in self._rooms:
-            self._end_turn(key)
+        self._submit(handover, first, count, sum(waiting[:count]), share)
         return True
 
     def _bytes_fit(self, waiting: list[int], key: RoomKey) -> int:
@@ -268,20 +180,12 @@ class Lane:
         the turn; at least one."""
         left = self._window.max_bytes // self._width.parts
         if self._in_turns:
-            left = min(left, self._quantum - self._credit[key])
+            left = min(left, self._turns.left(key))
         for count, length in enumerate(waiting):
             left -= length
             if left < 0:
                 return max(1, count)
         return len(waiting)
-
-    def _end_turn(self, key: RoomKey) -> None:
-        over = self._credit[key] >= self._quantum
-        if over:
-            self._credit[key] = 0
-        self._fresh.pop(key, None)
-        self._turns[key] = None
-        self._turns.move_to_end(key, last=over)
 
     def _submit(self, handover: Handover, first: int, count: int, nbytes: int, share: Window | None) -> None:
         part = handover.blocks[first : first + count]
@@ -304,10 +208,8 @@ class Lane:
         self._window.take(count, nbytes)
         if share is not None:
             share.take(count, nbytes)
-        else:
-            self._fresh_flying += 1
         # However small its blocks, a turn is over after a batch.
-        self._credit[key] += max(nbytes, count * self._quantum // self._width.batch)
+        self._turns.went(key, max(nbytes, count * self._turns.quantum // self._width.batch))
         if handover.posted == len(handover.blocks):
             queue = self._rooms[key]
             queue.popleft()
@@ -324,15 +226,13 @@ class Lane:
         self.stop(handover.outcome.key)
 
     def _forget(self, key: RoomKey) -> None:
-        del self._rooms[key], self._credit[key]
-        del (self._fresh if key in self._fresh else self._turns)[key]
+        del self._rooms[key]
+        self._turns.remove(key)
 
     def _batch_done(self, handover: Handover, first: int, batch: Batch, nbytes: int, share: Window | None) -> None:
         self._window.give_back(len(batch.blocks), nbytes)
         if share is not None:
             share.give_back(len(batch.blocks), nbytes)
-        else:
-            self._fresh_flying -= 1
         handover.inflight = [(at, other) for at, other in handover.inflight if other is not batch]
         if batch.failed:
             handover.in_doubt += [first + index for index in batch.in_doubt]
@@ -365,7 +265,8 @@ class Lane:
             self._pace.expect(self, None)
             return
         self._due = now = self._clock.now()
-        if not self.model.known or (self._fresh_flying and self._rooms):
+        fresh_ones = blocks > self._later.blocks
+        if not self.model.known or (fresh_ones and self._rooms):
             self._pace.expect(self, now)
             return
         whole = self._busy is not None and self._busy.blocks == blocks

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from orchestrator.chunk import Chunk, ChunkData, as_transfer_error
 from orchestrator.deadlines import Deadlines
 from orchestrator.destination import Destination
-from orchestrator.flow import Handover
 from orchestrator.forward import Group
+from orchestrator.handover import Handover
 from orchestrator.outcome import Outcome
 from orchestrator.prefill_report import layer_counts, result, timing
 from orchestrator.trace import MAX_SPANS, Span

@@ -13,6 +13,7 @@ channel        exactly-once, in-order delivery between two incarnations
 machines       the state tables: prefill room, decode room, chunk, forward pass
 leases         who may write which unit, and when it is free again
 window         blocks and bytes in flight
+turns          whose turn it is among rooms that share a link
 breaker        whether a peer that failed is tried again
 grouping       how many layers to send together
 linkmodel      what a link costs, learnt online

@@ -20,7 +20,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("config", "metrics", "trace", "clock", "log", "timerfd", "pages", "digest", "hosts"),
     ("inbox", "outcome", "perfetto", "deadlines"),
     ("engines",),
-    ("progress", "cuda_events", "curve", "wire", "planner"),
+    ("progress", "cuda_events", "curve", "wire", "planner", "handover"),
     ("registry", "flow", "link", "guests", "hello", "contacts", "dialer", "reception"),
     ("transfer", "forward", "chunk", "destination"),
     (

@@ -16,7 +16,8 @@ from orchestrator.engines.base import Batch, Engine, EngineLimits
 from orchestrator.engines.faulty import EVERY, Fault, FaultyEngine, nth
 from orchestrator.engines.loopback import LoopbackEngine, LoopbackFabric
 from orchestrator.engines.paced import PacedEngine
-from orchestrator.flow import LATE_S, Handover, Lane
+from orchestrator.flow import LATE_S, Lane
+from orchestrator.handover import Handover
 from orchestrator.outcome import Outcome
 from orchestrator.progress import Pacer
 from orchestrator.testing.cluster import Cluster

@@ -26,8 +26,8 @@ from orchestrator.decode_room import DecodeRoom
 from orchestrator.destination import Destination
 from orchestrator.engines.base import Batch, Engine, EngineLimits
 from orchestrator.engines.faulty import EVERY, Fault, FaultyEngine
-from orchestrator.flow import Handover
 from orchestrator.forward import ForwardPass, Group
+from orchestrator.handover import Handover
 from orchestrator.outcome import Outcome
 from orchestrator.pages.ranges import chunk_ranges
 from orchestrator.prefill_room import PrefillRoom
