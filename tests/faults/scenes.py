@@ -20,9 +20,8 @@ from orchestrator.trace import TransferResult
 from protocols.ids import RoomKey
 from scripts.soaking.content import Content
 from scripts.soaking.process import Worker
+from tests.support.waiting import PATIENCE_S, until, within
 
-PATIENCE = 20.0
-"""Seconds until a test gives up on something that has a bound of its own below it."""
 PAGE = 4
 """Tokens a page."""
 
@@ -42,30 +41,15 @@ IMPATIENT = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1", "MC_TCP_STATUS_TIMEOUT_SEC": "1
 """A stopped peer's writes are given up after a second instead of five."""
 
 
-async def until(condition: Callable[[], object], what: str = "", timeout: float = PATIENCE) -> None:
-    """Return when ``condition`` holds."""
-    try:
-        async with asyncio.timeout(timeout):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-    except TimeoutError:
-        raise AssertionError(f"never: {what or condition}") from None
-
-
 async def asked(worker: Worker, method: str, satisfied: Callable[[Any], object], **arguments: Any) -> Any:
     """Ask the worker again and again until the answer will do, and return that."""
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_S):
             while not satisfied(answer := await worker.call(method, **arguments)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"{worker.role} {method}: the last answer was {answer}") from None
     return answer
-
-
-async def within(awaitable: Any, timeout: float = PATIENCE) -> Any:
-    async with asyncio.timeout(timeout):
-        return await awaitable
 
 
 class _Here:

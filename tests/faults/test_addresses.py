@@ -11,7 +11,8 @@ from orchestrator.engines.mooncake import MooncakeEngine
 from orchestrator.outcome import RoomStatus
 from protocols import breaker
 from protocols.breaker import THRESHOLD, BreakerState
-from tests.faults.scenes import DecodeHere, PrefillHere, until, within
+from tests.faults.scenes import DecodeHere, PrefillHere
+from tests.support.waiting import until, within
 
 PAUSE_S = 4.0
 """Of the breaker, so long that a busy machine does not make the next room its probe."""

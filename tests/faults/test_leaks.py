@@ -12,7 +12,8 @@ import pytest
 from orchestrator.engines.mooncake import MooncakeEngine
 from orchestrator.engines.mooncake_env import lanes
 from scripts.soaking.process import Worker
-from tests.faults.scenes import CONFIG, PAGE, POOL, PrefillHere, asked, until
+from tests.faults.scenes import CONFIG, PAGE, POOL, PrefillHere, asked
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.timeout(60)]
 

@@ -10,7 +10,8 @@ import pytest
 
 from orchestrator.engines.mooncake_env import lanes
 from scripts.soaking.process import Worker
-from tests.faults.scenes import CONFIG, IMPATIENT, PAGE, POOL, DecodeHere, asked, chunks, within
+from tests.faults.scenes import CONFIG, IMPATIENT, PAGE, POOL, DecodeHere, asked, chunks
+from tests.support.waiting import within
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.long, pytest.mark.timeout(1200)]
 

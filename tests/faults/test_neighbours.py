@@ -14,7 +14,8 @@ import pytest
 from orchestrator.engines.mooncake import MooncakeEngine
 from protocols.ids import Session
 from scripts.soaking.process import Worker
-from tests.faults.scenes import CONFIG, LARGE, PAGE, DecodeHere, asked, chunks, until, within
+from tests.faults.scenes import CONFIG, LARGE, PAGE, DecodeHere, asked, chunks
+from tests.support.waiting import until, within
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.long, pytest.mark.timeout(300)]
 

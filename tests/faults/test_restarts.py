@@ -10,7 +10,8 @@ import pytest
 from orchestrator.decode import RoomHandle
 from orchestrator.trace import TransferResult
 from scripts.soaking.process import Worker
-from tests.faults.scenes import CONFIG, PAGE, POOL, DecodeHere, PrefillHere, chunks, until, within
+from tests.faults.scenes import CONFIG, PAGE, POOL, DecodeHere, PrefillHere, chunks
+from tests.support.waiting import until, within
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.timeout(60)]
 

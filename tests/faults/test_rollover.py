@@ -12,7 +12,8 @@ from orchestrator.chunk import ChunkSpec
 from orchestrator.engines.ports import listening_ports
 from protocols.machines import RolloverState
 from scripts.soaking.process import Worker
-from tests.faults.scenes import CONFIG, POOL, DecodeHere, PrefillHere, chunks, until, within
+from tests.faults.scenes import CONFIG, POOL, DecodeHere, PrefillHere, chunks
+from tests.support.waiting import until, within
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.timeout(60)]
 

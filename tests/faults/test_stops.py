@@ -7,19 +7,8 @@ import time
 import pytest
 
 from scripts.soaking.process import Worker
-from tests.faults.scenes import (
-    CONFIG,
-    IMPATIENT,
-    LARGE,
-    PAGE,
-    POOL,
-    DecodeHere,
-    PrefillHere,
-    asked,
-    chunks,
-    until,
-    within,
-)
+from tests.faults.scenes import CONFIG, IMPATIENT, LARGE, PAGE, POOL, DecodeHere, PrefillHere, asked, chunks
+from tests.support.waiting import until, within
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.timeout(60)]
 

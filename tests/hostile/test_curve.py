@@ -30,8 +30,9 @@ from orchestrator.testing.pool import Pool
 from orchestrator.wire import Origin, ZmqNetwork
 from protocols.errors import BrokenPeerError, ConfigError
 from protocols.messages import Abort, Bye, Offer, Pong, Refused, Rollover
-from tests.peers.raw import QUICK, RawDecode, until
+from tests.peers.raw import QUICK, RawDecode
 from tests.peers.scenes import DST, TOKENS, cluster, landed, raw_decode, sender, spec
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.row("N9")
 

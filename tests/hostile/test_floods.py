@@ -34,9 +34,10 @@ from protocols.errors import AbortedError, BrokenPeerError
 from protocols.ids import Incarnation, RoomKey, Session
 from protocols.messages import Abort, AbortAck, Bye, Offer, Ping, Refused, Rollover, RolloverAck
 from tests.hostile import zmtp
-from tests.peers.raw import QUICK, RawDecode, RawPrefill, until
+from tests.peers.raw import QUICK, RawDecode, RawPrefill
 from tests.peers.scenes import DST, TOKENS, cluster, expect, raw_decode, receiver, sender, spec
 from tests.peers.test_zmq import real
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.row("N9"), pytest.mark.row("C7")]
 

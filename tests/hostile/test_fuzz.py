@@ -43,10 +43,11 @@ from protocols.messages import (
     Welcome,
     WrongIncarnation,
 )
-from tests.peers.raw import RawDecode, RawPeer, RawPrefill, settled, until
+from tests.peers.raw import RawDecode, RawPeer, RawPrefill, settled
 from tests.peers.scenes import DST, KEY, TOKENS, cluster, expect, landed, raw_decode, receiver, sender, spec
 from tests.support.messages import messages
 from tests.support.properties import examples
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.row("N9"), pytest.mark.row("C7"), pytest.mark.row("E5")]
 

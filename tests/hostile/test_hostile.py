@@ -39,7 +39,7 @@ from protocols.messages import (
     Welcome,
     WrongIncarnation,
 )
-from tests.peers.raw import QUICK, RawDecode, RawPrefill, settled, until
+from tests.peers.raw import QUICK, RawDecode, RawPrefill, settled
 from tests.peers.scenes import (
     DST,
     KEY,
@@ -54,6 +54,7 @@ from tests.peers.scenes import (
     spec,
 )
 from tests.peers.test_zmq import real, stranger
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.row("N9"), pytest.mark.row("C7")]
 

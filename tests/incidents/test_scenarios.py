@@ -27,10 +27,9 @@ from tests.service.scenes import (
     sender,
     spec,
     taken,
-    until,
-    within,
     wrapped,
 )
+from tests.support.waiting import until, within
 
 SOURCE, TARGET = ints(3, 4, 9), ints(20, 7, 8)
 

@@ -13,7 +13,8 @@ from orchestrator.node import Node
 from orchestrator.testing.pool import Pool
 from orchestrator.wire import SEND_QUEUE, ZmqNetwork
 from protocols.ids import Incarnation
-from tests.service.scenes import config, within
+from tests.service.scenes import config
+from tests.support.waiting import within
 
 FRAME = bytes(1 << 12)
 LONGEST_S = 1.5

@@ -15,7 +15,8 @@ from orchestrator.outcome import RoomStatus
 from orchestrator.testing.cluster import Cluster
 from orchestrator.testing.pool import Pool
 from protocols.blocks import Ints
-from tests.service.scenes import config, faulty, outcomes, sender, spec, until, within, wrapped
+from tests.service.scenes import config, faulty, outcomes, sender, spec, wrapped
+from tests.support.waiting import until, within
 
 ROOMS = 300
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
@@ -24,6 +24,7 @@ from protocols.codec import decode, decode_envelope
 from protocols.errors import BrokenPeerError
 from protocols.machines import RolloverState
 from protocols.messages import Hello
+from tests.support.waiting import until
 
 CONFIG = Config(layer_group=2, connect_timeout_s=8.0, ping_interval_s=0.1, silence_s=2.0, rollover_timeout_s=0.2)
 
@@ -94,12 +95,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 async def ended(handle: RoomHandle) -> bool:
     return (await asyncio.wait_for(handle, 10.0)).ok
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.row("N11")

@@ -36,6 +36,7 @@ from protocols.messages import (
     Role,
     Welcome,
 )
+from tests.support.waiting import until
 
 PATIENCE = 10.0
 """Seconds until a test gives up on something that should happen at once."""
@@ -47,13 +48,6 @@ HASTY = dataclasses.replace(QUICK, silence_s=0.4, connect_timeout_s=0.5)
 
 M = TypeVar("M", bound=Message)
 _rng = random.Random(4)
-
-
-async def until(condition: Callable[[], object], timeout: float = PATIENCE) -> None:
-    """Return when ``condition`` holds. Raises TimeoutError after ``timeout`` seconds."""
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def settled(turns: int = 20) -> None:

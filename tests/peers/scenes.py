@@ -20,7 +20,8 @@ from protocols.codec import decode_envelope
 from protocols.errors import MalformedFrameError
 from protocols.ids import RoomKey, Session
 from protocols.leases import KINDS, UnitState
-from tests.peers.raw import QUICK, RawDecode, until
+from tests.peers.raw import QUICK, RawDecode
+from tests.support.waiting import until
 
 SRC = [4, 5, 6, 7]
 DST = [1, 2, 3, 9]

@@ -18,7 +18,7 @@ from orchestrator.testing.cluster import Cluster
 from orchestrator.testing.pool import Pool
 from protocols.errors import AbortedError
 from protocols.messages import Abort, Bye, Offer, WrongIncarnation
-from tests.peers.raw import HASTY, QUICK, RawPrefill, overhear, settled, until
+from tests.peers.raw import HASTY, QUICK, RawPrefill, overhear, settled
 from tests.peers.scenes import (
     KEY,
     NOWHERE,
@@ -33,6 +33,7 @@ from tests.peers.scenes import (
     sender,
     spec,
 )
+from tests.support.waiting import until
 
 # -- C1: the decode tells every prefill, once ----------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from protocols.errors import BusyError
 from protocols.ids import RoomKey
 from protocols.leases import UnitState
 from protocols.messages import Abort, AbortAck, Done, Units
-from tests.peers.raw import QUICK, RawDecode, settled, until
+from tests.peers.raw import QUICK, RawDecode, settled
 from tests.peers.scenes import (
     DST,
     KEY,
@@ -29,6 +29,7 @@ from tests.peers.scenes import (
     sender,
     spec,
 )
+from tests.support.waiting import until
 
 NEXT = RoomKey(5, 2)
 

@@ -21,7 +21,7 @@ from protocols.errors import LayoutError, MismatchError, RefusedError
 from protocols.layout import MUST_BE_EQUAL, LayerBuffer, Layout
 from protocols.leases import UnitState
 from protocols.messages import Abort, AbortAck, Coverage, Done, Hello, Offer, Refused, Units
-from tests.peers.raw import RawDecode, RawPrefill, until
+from tests.peers.raw import RawDecode, RawPrefill
 from tests.peers.scenes import (
     DST,
     KEY,
@@ -37,6 +37,7 @@ from tests.peers.scenes import (
     sender,
     spec,
 )
+from tests.support.waiting import until
 
 # -- E3: the layouts ------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from protocols.messages import (
     Units,
     WrongIncarnation,
 )
-from tests.peers.raw import HASTY, QUICK, RawDecode, RawPrefill, overhear, pages_of, settled, until
+from tests.peers.raw import HASTY, QUICK, RawDecode, RawPrefill, overhear, pages_of, settled
 from tests.peers.scenes import (
     DST,
     KEY,
@@ -51,6 +51,7 @@ from tests.peers.scenes import (
     sender,
     spec,
 )
+from tests.support.waiting import until
 
 # -- C2: what a prefill does about it ------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from protocols.messages import (
     Welcome,
     WrongIncarnation,
 )
-from tests.peers.raw import HASTY, QUICK, RawDecode, RawPeer, RawPrefill, overhear, settled, until
+from tests.peers.raw import HASTY, QUICK, RawDecode, RawPeer, RawPrefill, overhear, settled
 from tests.peers.scenes import (
     DST,
     KEY,
@@ -48,6 +48,7 @@ from tests.peers.scenes import (
     sender,
     spec,
 )
+from tests.support.waiting import until
 
 unpickled: list[str] = []
 

@@ -25,8 +25,9 @@ from protocols.codec import encode
 from protocols.errors import BrokenPeerError, BusyError, ConfigError
 from protocols.leases import UnitState
 from protocols.messages import Bye, Committed, Done, Offer, Refused
-from tests.peers.raw import HASTY, QUICK, RawDecode, RawPrefill, overhear, settled, until
+from tests.peers.raw import HASTY, QUICK, RawDecode, RawPrefill, overhear, settled
 from tests.peers.scenes import DST, KEY, TOKENS, held, landed, spec
+from tests.support.waiting import until
 
 LOCALHOST = "127.0.0.1"
 pytestmark = pytest.mark.row("C7")

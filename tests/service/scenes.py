@@ -25,6 +25,7 @@ from orchestrator.trace import TransferResult
 from protocols.blocks import Ints
 from protocols.ids import RoomKey, Session
 from protocols.layout import Layout
+from tests.support.waiting import until, within
 
 PATIENCE_S = 20.0
 
@@ -39,20 +40,6 @@ def ints(*values: int) -> Ints:
 def config(**changes: Any) -> Config:
     """Groups of two layers; nothing waits long for a peer that will not answer."""
     return Config(**{"layer_group": 2, "drain_timeout_s": 0.2, "connect_timeout_s": 2.0} | changes)
-
-
-async def until(condition: Callable[[], object], what: str = "the condition holds") -> None:
-    """Let the loop run until the condition holds; fail the test when it does not within `PATIENCE_S`."""
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.0005)
-
-
-async def within(awaitable: Any) -> Any:
-    """Await, but not for ever."""
-    async with asyncio.timeout(PATIENCE_S):
-        return await awaitable
 
 
 async def outcomes(cluster: Cluster, handle: RoomHandle, prefill: int = 0) -> tuple[TransferResult, TransferResult]:

@@ -40,10 +40,9 @@ from tests.service.scenes import (
     outcomes,
     sender,
     spec,
-    until,
-    within,
     wrapped,
 )
+from tests.support.waiting import until, within
 
 SOURCE, TARGET = ints(3, 4, 9), ints(20, 7, 8)
 PAGE = 64

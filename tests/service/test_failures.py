@@ -50,11 +50,10 @@ from tests.service.scenes import (
     sender,
     spec,
     taken,
-    until,
-    within,
     wrapped,
     written,
 )
+from tests.support.waiting import until, within
 
 SOURCE, TARGET = ints(3, 4, 9), ints(20, 7, 8)
 

@@ -26,7 +26,8 @@ from orchestrator.trace import Span
 from protocols.blocks import Blocks
 from protocols.errors import BrokenPeerError, KvferryError, TransferError
 from protocols.ids import RoomKey, Session
-from tests.service.scenes import config, outcomes, sender, spec, within
+from tests.service.scenes import config, outcomes, sender, spec
+from tests.support.waiting import within
 
 MEMORY = 1 << 20
 STRICT = EngineLimits(max_batch_blocks=16, window_blocks=64, max_window_blocks=64, window_bytes=8192)

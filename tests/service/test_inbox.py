@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.inbox import BURST, Inbox
 from protocols.errors import ClosedError
-from tests.service.scenes import until
+from tests.support.waiting import until
 
 SENDERS = 6
 

@@ -42,10 +42,10 @@ from tests.service.scenes import (
     once,
     outcomes,
     spec,
-    until,
     wrapped,
     written,
 )
+from tests.support.waiting import until
 
 Kind = Literal["mha", "mla"]
 SOURCE, TARGET = ints(3, 4, 9), ints(20, 7, 8)

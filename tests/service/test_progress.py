@@ -17,7 +17,8 @@ from orchestrator.progress import FRACTION, LONGEST_S, SHORTEST_S, Pacer
 from orchestrator.testing.cluster import Cluster
 from orchestrator.testing.device import FakeDevice
 from orchestrator.testing.pool import Pool
-from tests.service.scenes import PATIENCE_S, LateModel, config, idle_turns, ints, outcomes, spec, until
+from tests.service.scenes import PATIENCE_S, LateModel, config, idle_turns, ints, outcomes, spec
+from tests.support.waiting import until
 
 
 class Scripted:

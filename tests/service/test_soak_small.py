@@ -35,7 +35,8 @@ from orchestrator.testing.cluster import Cluster
 from orchestrator.testing.pool import Bytes, Pool
 from orchestrator.trace import TransferResult
 from protocols.blocks import Ints
-from tests.service.scenes import OTHERS, both_modes, config, faulty, quarantined, sender, taken, until, within
+from tests.service.scenes import OTHERS, both_modes, config, faulty, quarantined, sender, taken
+from tests.support.waiting import until, within
 
 ROOMS, AT_ONCE = 500, 8
 PAGES, PAGE, SLOTS, LAYERS = 400, 4, 40, 3

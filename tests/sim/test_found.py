@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -26,6 +26,7 @@ from orchestrator.testing.simflight import EngineFaults
 from protocols.codec import decode_envelope
 from protocols.errors import BusyError
 from protocols.machines import RolloverState
+from tests.support.waiting import until
 
 CONFIG = Config(layer_group=2, connect_timeout_s=2.0, ping_interval_s=0.1, silence_s=1.0)
 
@@ -87,12 +88,6 @@ async def a_scene(config: Config = CONFIG) -> AsyncIterator[Scene]:
 
 async def ended(handle: RoomHandle) -> bool:
     return (await asyncio.wait_for(handle, 10.0)).ok
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_a_digest_of_one_page_where_the_aux_slot_is_as_long_as_a_page() -> None:
