@@ -281,3 +281,9 @@ def pages_of(raw: bytes) -> list[int]:
     """Pages as they travel, as a list."""
     pages: list[int] = unpack_indices(raw).tolist()
     return pages
+
+
+def number(peer: RawPeer) -> int:
+    """The next sequence number, taken."""
+    peer.next_seq += 1
+    return peer.next_seq - 1

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from orchestrator.chunk import ChunkSpec
@@ -19,6 +20,7 @@ from protocols.blocks import Blocks
 from protocols.codec import decode_envelope
 from protocols.errors import MalformedFrameError
 from protocols.ids import RoomKey, Session
+from protocols.layout import LayerBuffer, Layout
 from protocols.leases import KINDS, UnitState
 from tests.peers.raw import QUICK, RawDecode
 from tests.support.waiting import until
@@ -160,3 +162,9 @@ class Losing:
             self.lost += 1
             return []
         return [frame]
+
+
+def buffers(layout: Layout, change: Callable[[LayerBuffer], LayerBuffer | None]) -> Layout:
+    """The layout with each buffer as ``change`` makes it, or without it."""
+    changed = [change(buffer) for buffer in layout.buffers]
+    return msgspec.structs.replace(layout, buffers=tuple(buffer for buffer in changed if buffer is not None))

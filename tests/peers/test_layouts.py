@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,27 +11,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.engines.faulty import Fault
 from orchestrator.outcome import RoomStatus
-from orchestrator.testing.pool import POISON, Pool
-from protocols.blocks import Blocks, check_units
-from protocols.codec import pack_indices
-from protocols.errors import LayoutError, MismatchError, RefusedError
+from orchestrator.testing.pool import Pool
+from protocols.errors import MismatchError, RefusedError
 from protocols.layout import MUST_BE_EQUAL, LayerBuffer, Layout
-from protocols.leases import UnitState
-from protocols.messages import Abort, AbortAck, Coverage, Done, Hello, Offer, Refused, Units
+from protocols.messages import Offer, Refused
 from tests.peers.raw import RawDecode, RawPrefill
 from tests.peers.scenes import (
     DST,
     KEY,
     SOON,
-    TOKENS,
+    buffers,
     cluster,
     engine_of,
     expect,
-    held,
     landed,
-    raw_decode,
     receiver,
     sender,
     spec,
@@ -40,11 +33,6 @@ from tests.peers.scenes import (
 from tests.support.waiting import until
 
 # -- E3: the layouts ------------------------------------------------------------------------------------------------
-
-
-def buffers(layout: Layout, change: Callable[[LayerBuffer], LayerBuffer | None]) -> Layout:
-    changed = [change(buffer) for buffer in layout.buffers]
-    return msgspec.structs.replace(layout, buffers=tuple(buffer for buffer in changed if buffer is not None))
 
 
 def resized(name: str) -> Callable[[Layout], Layout]:
@@ -161,150 +149,6 @@ async def test_a_fingerprint_is_the_same_for_every_rank_and_another_for_every_fl
     assert {rank.fingerprint for rank in ranks} == {layout.fingerprint}
     prints = {DIFFERENT[field][0](layout).fingerprint for field in MUST_BE_EQUAL}
     assert len(prints | {layout.fingerprint}) == len(MUST_BE_EQUAL) + 1
-
-
-# -- E5: addresses ---------------------------------------------------------------------------------------------------
-
-WILD: dict[str, tuple[dict[str, Any], str]] = {
-    "a page beyond the pool": ({"pages": [1, 2, 3, 64]}, "outside the registered region"),
-    "a page far beyond": ({"pages": [1, 2, 3, 2**31 - 1]}, "outside the registered region"),
-    "a negative page": ({"pages": [1, 2, 3, -1]}, "negative"),
-    "a page twice": ({"pages": [1, 2, 3, 2]}, "duplicate destination pages"),
-    "a page too many": ({"pages": [1, 2, 3, 9, 10]}, "disagree about the request's length"),
-    "a page too few": ({"pages": [1, 2, 3]}, "disagree about the request's length"),
-    "no pages": ({"pages": []}, "disagree about the request's length"),
-    "half a page number": ({"raw": b"\1\0\0"}, "torn"),
-    "a slot beyond the pool": ({"aux_slot": 8}, "aux slots outside"),
-    "a slot of 63 bits": ({"aux_slot": 2**63 - 1}, "aux slots outside"),
-    "no slot": ({"aux_slot": None}, "only one side has an aux slot"),
-    "a row where there are none": ({"state_rows": pack_indices(np.array([0]))}, "state rows outside"),
-    "a prefix within a page": ({"prefix_tokens": 2}, "whole number of pages"),
-    "a prefix beyond the request": ({"prefix_tokens": 16}, "not longer than the request"),
-    "another length": ({"total_tokens": 13}, "disagree about the request's length"),
-    "a length of 63 bits": ({"total_tokens": 2**63 - 1}, "disagree about the request's length"),
-    "a prefix that shifts the pages": ({"prefix_tokens": 4, "pages": [1, 2, 3, 9]}, "disagree about the request's"),
-}
-
-
-@pytest.mark.row("E5", "E1")
-@pytest.mark.parametrize("order", ["offer first", "registration first"])
-@pytest.mark.parametrize("name", WILD)
-async def test_a_crafted_offer_writes_nothing_and_hurts_nobody(name: str, order: str) -> None:
-    changes, reason = WILD[name]
-    changes = dict(changes)
-    async with cluster() as c:
-        bystander = expect(c, room=7)
-        raw = await raw_decode(c)
-        offer = raw.offer(5, 1, changes.pop("pages", DST), **{"total_tokens": TOKENS, "aux_slot": 2})
-        if "raw" in changes:
-            changes["pages"] = changes.pop("raw")
-        if order == "registration first":
-            c.forward([spec()])
-        raw.send(msgspec.structs.replace(offer, **changes))
-        await raw.flushed()
-        if order == "offer first":
-            c.forward([spec()])
-        abort, ack = await raw.hear(Abort, 5), await raw.hear(AbortAck, 5)
-        assert reason in abort.reason
-        assert ack.unknown == ack.in_doubt == Units()
-        assert c.prefill().poll(*KEY) is RoomStatus.FAILED
-        assert c.prefill().source_free(*KEY)
-        blocks = [entry for entry in engine_of(c).log if entry.session == raw.session]
-        assert not blocks or name == "no slot", "aux goes last: pages may have landed, all within the offer"
-        assert raw.pool.untouched(np.array(DST if blocks else [], np.int64))
-        c.forward([spec(room=7)])
-        assert (await bystander).ok
-        await until(lambda: c.balanced() == [])
-
-
-@pytest.mark.row("E5", "B4")
-@pytest.mark.parametrize("lie", ["another address", "a larger pool"])
-async def test_a_hello_that_lies_about_memory_reaches_none(lie: str) -> None:
-    """The engine of the decode registered something else than its Hello says: every such write is refused there."""
-    async with cluster() as c:
-        bystander = expect(c, room=7)
-        pool = Pool(pages=64)
-        outside = np.full(1 << 20, POISON, np.uint8)
-        engine = c.fabric.engine()
-        for buffer in pool.layout.buffers:
-            engine.register(buffer.address, buffer.nbytes)
-
-        def move(buffer: LayerBuffer) -> LayerBuffer:
-            if buffer.unit != "page":
-                return buffer
-            if lie == "another address":
-                return msgspec.structs.replace(buffer, address=int(outside.ctypes.data) + 8192 * buffer.id)
-            return msgspec.structs.replace(buffer, nbytes=buffer.nbytes << 20)
-
-        raw = RawDecode(c.network, c.addresses[0], buffers(pool.layout, move), engine.session)
-        await raw.connect()
-        pages = DST if lie == "another address" else [page << 23 for page in (1, 2, 3, 4)]
-        raw.send(raw.offer(5, 1, pages, total_tokens=TOKENS, aux_slot=2))
-        c.forward([spec()])
-        assert "not registered" in (await raw.hear(Abort, 5)).reason
-        assert (await raw.hear(AbortAck, 5)).in_doubt.pages
-        assert (outside == POISON).all()
-        assert pool.untouched(np.array([], np.int64))
-        c.forward([spec(room=7)])
-        assert (await bystander).ok
-
-
-@pytest.mark.row("E5")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pages": [1, 2, 3, 64]},
-        {"pages": [1, 2, 3, 3]},
-        {"pages": [1, 2, 3, -1]},
-        {"pages": [1, 2, 3]},
-        {"pages": [1.5, 2, 3, 4]},
-        {"aux_slot": 8},
-        {"aux_slot": -1},
-        {"state_rows": [0]},
-        {"prefix_tokens": 2},
-        {"prefix_tokens": 16},
-        {"total_tokens": 17},
-    ],
-)
-async def test_the_decode_refuses_its_own_mistake_before_it_leases_anything(changes: dict[str, Any]) -> None:
-    async with cluster() as c:
-        with pytest.raises((LayoutError, MismatchError)):
-            expect(c, **changes)
-        assert receiver(c).book.taken() == 0
-        handle = expect(c)
-        c.forward([spec()])
-        assert (await handle).ok, "nor was the key used"
-
-
-@pytest.mark.row("E5", "C3")
-@pytest.mark.parametrize(
-    "changes", [{"pages": [4, 5, 6, 64]}, {"pages": [4, 5, 6, 6]}, {"pages": [4, 5, 6, -1]}, {"aux_slot": 8}]
-)
-async def test_a_source_outside_the_pool_is_read_by_nobody(changes: dict[str, Any]) -> None:
-    async with cluster() as c:
-        handle = expect(c)
-        c.forward([spec(**changes)])
-        assert not (await asyncio.wait_for(handle, SOON)).ok
-        await until(lambda: c.prefill().source_free(*KEY) and handle.units_free())
-        blocks = Blocks.join([entry.blocks for entry in engine_of(c).log])
-        regions = [(b.address, b.address + b.nbytes) for b in c.prefill_pools[0].layout.buffers]
-        for first, length in zip(blocks.src.tolist(), blocks.length.tolist(), strict=True):
-            assert any(start <= first and first + length <= end for start, end in regions)
-
-
-@pytest.mark.row("E5")
-def test_checking_a_page_list_takes_no_longer_than_a_callback_may() -> None:
-    pages = np.random.default_rng(1).permutation(1_000_000)[:100_000].astype(np.int64)
-    check_units(pages, 1_000_000, "pages")
-    before = time.thread_time()
-    check_units(pages, 1_000_000, "pages")
-    assert time.thread_time() - before < 0.01
-    for limit in (1_000_000, 2**31):  # a mark each, and where that would cost a peer's word in memory
-        with pytest.raises(MismatchError, match="duplicate"):
-            check_units(np.append(pages, [pages[5]]), limit, "pages")
-    check_units(np.array([0, 2**31 - 1, 7]), 2**31, "pages")
-    with pytest.raises(MismatchError, match="duplicate"):
-        check_units(np.array([0, 2**31 - 1, 7, 0]), 2**31, "pages")
 
 
 # -- E7: pairs and stages --------------------------------------------------------------------------------------------
@@ -444,204 +288,3 @@ async def test_of_replicated_prefill_ranks_one_sends_and_the_others_only_know() 
         assert [result.ok for result in results] == [True, True]
         assert results[1].bytes is None
         assert engine_of(c, 1).attempts == 0
-
-
-# -- the coverage rule -----------------------------------------------------------------------------------------------
-
-Told = tuple[Coverage, ...]
-
-
-def edit(**changes: Any) -> Callable[[Told], Told]:
-    """The first buffer's entry, changed."""
-    return lambda told: (msgspec.structs.replace(told[0], **changes), *told[1:])
-
-
-def aux_of(told: Told) -> Coverage:
-    return told[-1]
-
-
-LIES: dict[str, Callable[[Told], Told]] = {
-    "nothing": lambda told: (),
-    "a buffer missing": lambda told: told[1:],
-    "the draft buffers missing": lambda told: told[:8] + told[10:],
-    "the aux slot missing": lambda told: told[:-1],
-    "the aux slot twice": lambda told: (*told, aux_of(told)),
-    "another aux position": lambda told: (*told[:-1], msgspec.structs.replace(aux_of(told), runs=((1, 1),))),
-    "the first page missing": edit(runs=((1, 3),)),
-    "a page missing within": edit(runs=((0, 1), (2, 2))),
-    "the last page missing": edit(runs=((0, 3),)),
-    "chunk 1 over chunk 0": edit(runs=((0, 2), (0, 2))),
-    "chunk 0 twice and chunk 1": edit(runs=((0, 2), (0, 2), (2, 2))),
-    "a page twice": edit(runs=((0, 4), (3, 1))),
-    "a page beyond": edit(runs=((0, 5),)),
-    "far beyond": edit(runs=((2**62, 4),)),
-    "one page of many times": edit(runs=((0, 1),) * 4),
-    "half of each page": edit(length=32),
-    "the second half of each page": edit(offset=32, length=32),
-    "two halves": lambda told: (
-        msgspec.structs.replace(told[0], length=32),
-        msgspec.structs.replace(told[0], offset=32, length=32),
-        *told[1:],
-    ),
-    "longer than a page": edit(length=128),
-    "an unknown buffer": edit(buffers=(999,)),
-    "the scratch buffer too": edit(buffers=(0, 11)),
-    "the same buffer twice": edit(buffers=(0, 0)),
-    "another buffer twice": edit(buffers=(1,)),
-}
-
-
-@pytest.mark.row("N5")
-@pytest.mark.parametrize("name", LIES)
-async def test_a_lie_about_what_landed_is_never_committed(name: str) -> None:
-    async with cluster() as c:
-        raw = RawPrefill(c.network, Pool().layout)
-        handle = expect(c, peers=[raw.address])
-        offer = await raw.hear(Offer)
-        truth = raw.coverage(offer)
-        assert len(truth) == 11
-        raw.done(offer, LIES[name](truth), bytes=2592, blocks=21)  # the totals are right, as always
-        error = (await asyncio.wait_for(handle, SOON)).error
-        assert isinstance(error, MismatchError)
-        assert "coverage" in str(error)
-        assert "coverage" in (await raw.hear(Abort, 5)).reason
-        raw.done(offer)
-        await raw.flushed()
-        assert handle.poll() is RoomStatus.FAILED, "it had its word"
-
-
-@pytest.mark.row("N5")
-async def test_the_truth_is_committed_however_it_is_put() -> None:
-    ways: list[Callable[[Told], Told]] = [
-        lambda told: told,
-        lambda told: tuple(reversed(told)),
-        edit(runs=((2, 2), (0, 2))),
-        lambda told: (
-            msgspec.structs.replace(told[0], buffers=tuple(range(10))),
-            msgspec.structs.replace(told[0], buffers=()),
-            aux_of(told),
-        ),
-        lambda told: tuple(
-            msgspec.structs.replace(entry, runs=(run,)) for entry in told for run in split_runs(entry.runs)
-        ),
-    ]
-    async with cluster() as c:
-        raw = RawPrefill(c.network, Pool().layout)
-        for gen, way in enumerate(ways):
-            handle = expect(c, gen=gen, peers=[raw.address])
-            offer = await raw.hear(Offer, nth=gen)
-            raw.done(offer, way(raw.coverage(offer)))
-            assert (await asyncio.wait_for(handle, SOON)).ok
-
-
-def split_runs(runs: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    return [(first + nth, 1) for first, count in runs for nth in range(count)]
-
-
-@pytest.mark.row("N5")
-@pytest.mark.parametrize("runs, good", [(((0, 3),), False), (((1, 3),), True), (((0, 1), (1, 3)), False)])
-async def test_what_the_decode_has_already_is_not_covered_again(runs: Any, good: bool) -> None:
-    async with cluster() as c:
-        raw = RawPrefill(c.network, Pool().layout)
-        handle = expect(c, peers=[raw.address], prefix_tokens=4, pages=[1, 2, 3])
-        offer = await raw.hear(Offer)
-        truth = raw.coverage(offer)
-        assert truth[0].runs == ((1, 3),)
-        raw.done(offer, (msgspec.structs.replace(truth[0], runs=runs), *truth[1:]))
-        assert (await asyncio.wait_for(handle, SOON)).ok is good
-
-
-@pytest.mark.row("N5", "C1")
-@pytest.mark.parametrize(
-    "first, second, good",
-    [
-        ("all", "nothing", True),
-        ("all", "all", False),
-        ("first half", "second half", True),
-        ("first half", "first half", False),
-        ("first half", "nothing", False),
-    ],
-)
-async def test_the_union_of_all_ranks_must_be_the_list(first: str, second: str, good: bool) -> None:
-    async with cluster() as c:
-        ranks = [RawPrefill(c.network, Pool().layout) for _ in range(2)]
-        handle = expect(c, peers=[rank.address for rank in ranks])
-        for rank, told in zip(ranks, (first, second), strict=True):
-            offer = await rank.hear(Offer)
-            truth = rank.coverage(offer)
-            halves = {"all": truth, "nothing": (), "first half": truth[:5], "second half": truth[5:]}
-            rank.done(offer, halves[told])
-            await rank.flushed()
-            assert handle.poll().ended is (rank is ranks[1]), "one rank's word is not enough"
-        assert (await handle).ok is good
-
-
-@pytest.mark.row("N5", "C7")
-async def test_done_is_heard_once_and_of_its_own_room() -> None:
-    async with cluster() as c:
-        raw, other = RawPrefill(c.network, Pool().layout), RawPrefill(c.network, Pool().layout)
-        handle = expect(c, peers=[raw.address, other.address])
-        offer = await raw.hear(Offer)
-        truth = raw.coverage(offer)
-        raw.done(offer, truth[:5])
-        raw.done(offer, truth[5:])  # nothing may be added afterwards
-        for room, gen in ((6, 1), (5, 2)):
-            other.send(Done(room=room, gen=gen, status="ok", coverage=truth))
-        await raw.flushed()
-        await other.flushed()
-        assert not handle.poll().ended
-        other.done(await other.hear(Offer), ())
-        assert isinstance((await asyncio.wait_for(handle, SOON)).error, MismatchError)
-        assert held(receiver(c), UnitState.LEASED) == {}
-
-
-MOVES: dict[str, Callable[[Blocks], Blocks]] = {
-    "dropped": lambda blocks: blocks[1:],
-    "swapped": lambda blocks: Blocks(blocks.src[::-1], blocks.dst, blocks.length),
-    "one page further": lambda blocks: Blocks(blocks.src, blocks.dst + 64, blocks.length),
-    "cut short": lambda blocks: Blocks(blocks.src, blocks.dst, blocks.length // 2),
-}
-
-
-@pytest.mark.row("N5")
-@pytest.mark.parametrize("name", MOVES)
-async def test_with_digests_an_engine_that_lies_is_found_out(name: str) -> None:
-    """The control experiment: coverage believes the engine, the digest does not."""
-    src, dst = Pool(seed=1), Pool()
-    for digest in (False, True):
-        dst.poison()
-        fault = Fault(lambda session, blocks, ordinal: len(blocks) > 2, rewrite=MOVES[name])
-        async with cluster(fault, prefills=[src], decodes=[dst], digest=digest) as c:
-            handle = expect(c)
-            c.forward([spec()])
-            result = await asyncio.wait_for(handle, SOON)
-            assert not landed(src, dst)
-            assert result.ok is not digest
-            assert (await asyncio.wait_for(c.prefill().finished(*KEY), SOON)).ok is not digest
-
-
-@pytest.mark.row("N5", "A3")
-async def test_a_chunk_written_over_the_one_before_is_found_out() -> None:
-    src, dst = Pool(seed=1), Pool()
-    first = {buffer.address for buffer in dst.layout.unit_buffers("page")}
-
-    def over(blocks: Blocks) -> Blocks:
-        return Blocks(blocks.src, blocks.dst - 2 * 64, blocks.length)
-
-    fault = Fault(lambda session, blocks, ordinal: int(blocks.dst[0]) - 3 * 64 in first, rewrite=over)
-    async with cluster(fault, prefills=[src], decodes=[dst], digest=True) as c:
-        handle = expect(c, pages=[1, 2, 3, 4], total_tokens=16)
-        c.forward([spec(pages=[4, 5], last=False, end_token=8, aux_slot=None)])
-        c.forward([spec(pages=[6, 7], start_token=8, end_token=16)])
-        error = (await asyncio.wait_for(handle, SOON)).error
-        assert isinstance(error, MismatchError)
-        assert not (await asyncio.wait_for(c.prefill().finished(*KEY), SOON)).ok
-
-
-@pytest.mark.row("E3")
-async def test_a_hello_says_who_it_is() -> None:
-    async with cluster() as c:
-        hello = await asyncio.to_thread(c.decode().check, c.addresses[0])
-        assert isinstance(hello, Hello)
-        assert hello.fingerprint == c.prefill_pools[0].layout.fingerprint
-        assert hello.layout == c.prefill_pools[0].layout
