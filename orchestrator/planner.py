@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from orchestrator.config import Config
-from protocols.grouping import CHUNK_S, OVERHEAD_S, adaptive_groups, closing_layers, fixed_groups
+from protocols.grouping import adaptive_groups, closing_layers, fixed_groups, group_overhead
 from protocols.layout import LayerBuffer
 
 SMOOTH = 0.3
@@ -72,9 +72,7 @@ class GroupPlanner:
         compute = self._compute[size] = known + SMOOTH * (measured - known)
         transfer = self._seconds(pages * self._page_bytes, pages * self._buffers * self._blocks_per_page)
         if transfer is not None:
-            # Beside a forward thread that holds the GIL a submission waits for it, and so does the question after it: a
-            # switch interval each. Small groups would wait for longer than the forward takes.
-            overhead = OVERHEAD_S + max(CHUNK_S, 2 * self._submission()) * chunks
+            overhead = group_overhead(chunks, self._submission())
             sizes = adaptive_groups(len(self._hooked), self._largest, compute, transfer, overhead)
             if sizes != self.plan_for(pages, chunks).sizes:
                 self._plans[size] = GroupPlan(self._hooked, sizes)

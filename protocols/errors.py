@@ -18,8 +18,7 @@
     └── TransferError              a room did not end well; `cause` says why      (rooms)
         ├── AbortedError           a side asked for the end
         ├── MismatchError          source and destination do not cover each other
-        ├── DeadlineError          a deadline of the room passed
-        └── InDoubtError           a write failed and may still land
+        └── DeadlineError          a deadline of the room passed
 
 Errors carry data and build their text from it, so a log line, a metric label and a test read the same fields.
 Decoding a peer's frame raises only :class:`RemoteError`; that sentence is the fuzz test.
@@ -108,7 +107,3 @@ class MismatchError(TransferError):
 
 class DeadlineError(TransferError):
     """A deadline of the room passed; ``data`` says where the room stood."""
-
-
-class InDoubtError(TransferError):
-    """A write failed and may still land at the destination."""

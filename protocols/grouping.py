@@ -29,6 +29,13 @@ def fixed_groups(layers: int, size: int) -> tuple[int, ...]:
     return tuple(min(size, layers - first) for first in range(0, layers, size))
 
 
+def group_overhead(chunks: int, submission_s: float) -> float:
+    """Seconds that a group of a pass with so many chunks costs the loop, where a submission of late kept it for
+    ``submission_s``. Beside a forward thread that holds the GIL a submission waits for it, and so does the question
+    after it, a switch interval each: small groups would wait for longer than the forward takes."""
+    return OVERHEAD_S + max(CHUNK_S, 2 * submission_s) * chunks
+
+
 def adaptive_groups(
     layers: int, largest: int, compute_s: float | None, transfer_s: float | None, overhead_s: float = OVERHEAD_S
 ) -> tuple[int, ...]:

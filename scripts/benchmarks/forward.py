@@ -6,9 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-LAUNCH_US = 20.0
-"""What one simulated launch is meant to cost (µs of Python)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Compute:

@@ -36,10 +36,5 @@ def our_cpu_s(without: set[int] | None = None) -> float:
     return sum(ns for task, ns in thread_cpu_ns().items() if task not in skip and is_ours(task)) / 1e9
 
 
-def all_cpu_s() -> float:
-    """CPU seconds so far of this process's living threads."""
-    return sum(thread_cpu_ns().values()) / 1e9
-
-
 def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

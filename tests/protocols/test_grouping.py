@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.grouping import adaptive_groups, closing_layers, fixed_groups
+from protocols.grouping import adaptive_groups, closing_layers, fixed_groups, group_overhead
 
 SECONDS = st.one_of(st.none(), st.floats(1e-6, 1.0))
 
@@ -59,6 +59,13 @@ def test_a_short_forward_pays_for_few_groups() -> None:
     """With 0.1 ms a layer a group's own cost is three layers: smaller ones would not be hidden."""
     sizes = adaptive_groups(30, 8, 0.0001, 0.00002)
     assert (sizes[-1], sizes[-2], len(sizes)) == (3, 6, 5)
+
+
+@pytest.mark.row("N6")
+def test_a_group_costs_more_with_every_chunk_and_with_dear_submissions() -> None:
+    assert group_overhead(1, 0.0) == pytest.approx(0.0004)
+    assert group_overhead(10, 0.00003) == pytest.approx(0.0013)
+    assert group_overhead(1, 0.005) == pytest.approx(0.0103), "two waits for the GIL"
 
 
 def test_the_tail_tapers_before_anything_was_measured() -> None:

@@ -6,6 +6,7 @@ both can be read side by side; the tables and the lease book are the service's o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ def key(gen: int) -> RoomKey:
     return RoomKey(0, gen)
 
 
-class DecodeRooms:
+class DecodeRooms(ABC):
     """See the module. `decode.Decode` adds links, rollovers and what may happen."""
 
     book_type: type[LeaseBook] = LeaseBook
@@ -125,11 +126,13 @@ class DecodeRooms:
         if link is not None and link.up and link.dial == dial:
             self.effects.append(Effect("post", rank, message))
 
+    @abstractmethod
     def _dial(self, rank: int) -> None:
-        raise NotImplementedError
+        """Begin a link to this prefill rank."""
 
+    @abstractmethod
     def _room_ended_for_rollover(self) -> None:
-        raise NotImplementedError
+        """A room is over: a rollover may wait for it."""
 
     # -- rooms ---------------------------------------------------------------------------------------------------
 
