@@ -1,11 +1,12 @@
-"""Who this side is, as both sides say it."""
+"""Who this side is, as both sides say it, and why a peer is none for it."""
 
 from __future__ import annotations
 
 from orchestrator.config import Config
 from orchestrator.engines.base import Engine
+from protocols.errors import RemoteError
 from protocols.layout import Layout
-from protocols.messages import Hello, Role
+from protocols.messages import Hello, Refused, Role
 
 
 def make_hello(layout: Layout, engine: Engine, config: Config, role: Role) -> Hello:
@@ -21,3 +22,8 @@ def make_hello(layout: Layout, engine: Engine, config: Config, role: Role) -> He
         session=engine.session,
         name=config.name,
     )
+
+
+def refusal(error: RemoteError) -> Refused:
+    """What the peer is told: the reason and both values of what differs, each cut to what a frame takes."""
+    return Refused(reason=error.what[:4000], fields={name: str(value)[:500] for name, value in error.data.items()})

@@ -12,7 +12,7 @@ import msgspec
 
 from orchestrator.contacts import Contacts
 from orchestrator.guests import Guests, check_session
-from orchestrator.hello import make_hello
+from orchestrator.hello import make_hello, refusal
 from orchestrator.link import Link, flushed
 from orchestrator.wire import ControlNetwork, Listener, Origin
 from protocols.codec import decode, decode_envelope, encode
@@ -137,8 +137,7 @@ class Reception:
         except (RefusedError, MalformedFrameError) as exc:
             self._counters["hello_refused"] += 1
             self._log.warning("refused", "a peer was refused: %s", exc)
-            fields = {name: str(value)[:500] for name, value in exc.data.items()}
-            self._reply(envelope, Refused(reason=exc.what[:4000], fields=fields))
+            self._reply(envelope, refusal(exc))
             return
         if known is not None and hello.dial < known.dial:
             self._counters["late_messages"] += 1

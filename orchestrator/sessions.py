@@ -11,11 +11,12 @@ from orchestrator.clock import Timer
 from orchestrator.contacts import Contacts
 from orchestrator.flow import Lane
 from orchestrator.guests import Guests, check_session
+from orchestrator.hello import refusal
 from orchestrator.link import Link
 from protocols.errors import RefusedError, TransferError
 from protocols.ids import Incarnation, RoomKey, Session
 from protocols.layout import pair_layouts
-from protocols.messages import Refused, Rollover, RolloverAck
+from protocols.messages import Rollover, RolloverAck
 
 if TYPE_CHECKING:
     from orchestrator.destination import Destination
@@ -80,8 +81,7 @@ class Sessions:
             try:
                 self._begin(link, old, message)
             except RefusedError as exc:  # it would offer under a session that we do not write to: let it dial anew
-                fields = {name: str(value)[:500] for name, value in exc.data.items()}
-                link.send(Refused(reason=exc.what[:4000], fields=fields))
+                link.send(refusal(exc))
                 self._sender.peer_gone(link, f"its rollover was refused: {exc.what}")
             return
         self._end(link, old)
